@@ -1,4 +1,4 @@
-//! What experts compute between their two products.
+//! The activation of experts, between their two products.
 
 use std::f32::consts::{FRAC_1_SQRT_2, PI};
 
@@ -13,17 +13,17 @@ use crate::simd::{Kernel, Simd};
 pub enum Function {
     /// `x / (1 + exp(-alpha x))`.
     Silu,
-    /// GELU by the error function.
+    /// GELU with the error function.
     Gelu,
-    /// GELU by the hyperbolic tangent.
+    /// GELU with the hyperbolic tangent.
     GeluTanh,
     /// The larger of `x` and 0.
     Relu,
-    /// The square of it.
+    /// The square of [`Relu`](Self::Relu).
     Relu2,
 }
 
-/// What is computed between the products: a function of each element, or with a gate
+/// The activation between the two products: a function of each element, or with a gate
 ///
 /// ```text
 /// gate = min(gate, limit)
@@ -36,11 +36,11 @@ pub struct Activation {
     pub function: Function,
     /// Whether there is a gate.
     pub gated: bool,
-    /// The factor within `Silu`.
+    /// The factor `alpha` of `Silu`.
     pub alpha: f32,
-    /// Infinite where nothing is clamped.
+    /// The limit of gates and of the elements that they multiply, or infinity.
     pub limit: f32,
-    /// What is added to the part that is gated.
+    /// The number that is added to the elements that gates multiply.
     pub offset: f32,
 }
 
@@ -48,7 +48,7 @@ impl Activation {
     /// Checks the constants.
     ///
     /// # Errors
-    /// [`Program`](etkv_core::Status::Program) for constants that no exporter writes.
+    /// [`Program`](etkv_core::Status::Program) for invalid constants.
     pub fn check(&self) -> Result<()> {
         let Self { function, alpha, limit, offset, gated } = *self;
         if !alpha.is_finite() || !offset.is_finite() || limit.is_nan() || limit <= 0.0 {
@@ -73,12 +73,12 @@ impl Activation {
     }
 }
 
-/// Applies an activation to a tile's rows.
+/// Applies an activation to the rows of a tile.
 pub(super) struct Activate {
     pub activation: Activation,
-    /// `n` times [`ROWS`] numbers, which are replaced.
+    /// `n` times [`ROWS`] numbers, which are replaced by the results.
     pub gates: *mut f32,
-    /// The same for what is gated.
+    /// The elements that the gates multiply, in the same layout.
     pub ups: *const f32,
     pub n: usize,
 }
@@ -87,7 +87,7 @@ impl Kernel for Activate {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for at in 0..self.n {
-            // SAFETY: there are `n` times as many numbers.
+            // SAFETY: there are `n` times [`ROWS`] numbers.
             unsafe {
                 let gates = &mut *self.gates.add(at * ROWS).cast::<[f32; ROWS]>();
                 if self.activation.gated {
@@ -104,9 +104,9 @@ impl Kernel for Activate {
 #[inline(always)]
 unsafe fn gated<S: Simd>(activation: &Activation, gates: &mut [f32; ROWS], ups: &[f32; ROWS]) {
     let limit = activation.limit;
-    // NaN stays, unlike with `f32::min`.
+    // In contrast to `f32::min`, this keeps NaN.
     gates.iter_mut().for_each(|gate| *gate = if *gate > limit { limit } else { *gate });
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe { function::<S>(activation, gates) };
     for (gate, &up) in gates.iter_mut().zip(ups) {
         let up = if up > limit { limit } else { up };
@@ -115,14 +115,14 @@ unsafe fn gated<S: Simd>(activation: &Activation, gates: &mut [f32; ROWS], ups: 
     }
 }
 
-/// Replaces numbers by the function of them.
+/// Applies a function to numbers in place.
 #[inline(always)]
 unsafe fn function<S: Simd>(activation: &Activation, x: &mut [f32; ROWS]) {
     let mut e = *x;
     match activation.function {
         Function::Silu => {
             e.iter_mut().for_each(|e| *e *= -activation.alpha);
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x /= 1.0 + e);
         }
@@ -130,13 +130,13 @@ unsafe fn function<S: Simd>(activation: &Activation, x: &mut [f32; ROWS]) {
             // x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
             let factor = -2.0 * (2.0 / PI).sqrt();
             e.iter_mut().for_each(|e| *e = factor * (*e + 0.044_715 * (*e * *e * *e)));
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x /= 1.0 + e);
         }
         Function::Gelu => {
             e.iter_mut().for_each(|e| *e = -0.5 * (*e * *e));
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x *= 0.5 * erfc(-*x * FRAC_1_SQRT_2, *e));
         }
@@ -163,7 +163,7 @@ fn erfc(x: f32, e: f32) -> f32 {
     const TERMS: [f32; 5] = [1.061_405_4, -1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6];
     let t = 1.0 / (1.0 + 0.327_591_1 * x.abs());
     let sum = TERMS.iter().fold(0.0, |sum, term| (sum + term) * t);
-    // Of a positive number the small part itself, so that its bits are not lost.
+    // For positive numbers, the small result is returned without a subtraction, which would lose bits.
     if x < 0.0 {
         2.0 - sum * e
     } else {

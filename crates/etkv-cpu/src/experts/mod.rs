@@ -1,12 +1,12 @@
-//! Mixtures of experts: the products of tokens with the weights of the experts that a router chose for them.
+//! Mixtures of experts: products of tokens with the weights of the experts that a router has chosen.
 //!
-//! The pairs of a token and an expert are sorted by expert. Then each expert's weights are read once in a step,
-//! whatever the number of its tokens, and the weights of other experts not at all. Weights stay where they are,
-//! in the file that the program was mapped from, in the layout of [`linear`](crate::linear).
+//! The pairs of a token and an expert are sorted by expert. So the weights of a chosen expert are read once
+//! in a step, and those of other experts are not read. Weights are not copied from the mapped file of the
+//! program. Their layout is that of [`linear`](crate::linear).
 //!
-//! An output is a sum over its experts in ascending order. Each term comes from one sequence of float
-//! operations, whatever the other tokens of the step and the number of threads are. So the same text gives the
-//! same bits however it is cut into steps.
+//! An output is a sum over a token's experts in ascending order. Each term is computed by the same sequence
+//! of float operations, independent of other tokens of the step and of the number of threads. So the results
+//! of a text have the same bits for any division into steps.
 
 mod activation;
 mod routing;

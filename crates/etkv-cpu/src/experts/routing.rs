@@ -1,20 +1,20 @@
-//! The pairs of a token and an expert of a step, sorted by expert.
+//! Sorts the pairs of a token and an expert of a step by expert.
 
 use std::ops::Range;
 
 use etkv_core::{fail, Error, Result, Status};
 
-/// An expert with tokens in a step, and its pairs.
+/// An expert that some token of the step has chosen, and its pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Chosen {
     pub expert: usize,
-    /// The first of its pairs, and the end of them.
+    /// The range of its pairs is `first..end`.
     pub first: usize,
     pub end: usize,
 }
 
 impl Chosen {
-    /// Returns the numbers of its pairs.
+    /// Returns the range of its pairs.
     pub fn pairs(&self) -> Range<usize> {
         self.first..self.end
     }
@@ -23,8 +23,8 @@ impl Chosen {
 /// The pairs of a step.
 #[derive(Debug, Default)]
 pub(super) struct Routing {
-    /// The pairs, in the order of their experts, and those of one expert in the order of their tokens. A pair is its
-    /// place among the indices `[T, k]`.
+    /// The pairs, sorted by expert, and by token for each expert. A pair is represented by its position in
+    /// the indices `[T, k]`.
     pub pairs: Vec<u32>,
     /// The experts that have pairs, in ascending order.
     pub chosen: Vec<Chosen>,
@@ -32,10 +32,10 @@ pub(super) struct Routing {
 }
 
 impl Routing {
-    /// Sorts the pairs of `indices`, `[T, k]`, little-endian numbers of 64 bits.
+    /// Sorts the pairs of `indices`, `[T, k]` little-endian integers of 64 bits.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) for an index that is none of an expert, and
+    /// [`InvalidArgument`](Status::InvalidArgument) for an index without an expert, and
     /// [`Backend`](Status::Backend) if memory is lacking.
     pub fn sort(&mut self, indices: &[u8], k: usize, n_experts: usize) -> Result<()> {
         let Self { pairs, chosen, counts } = self;
@@ -84,7 +84,7 @@ fn numbers(indices: &[u8]) -> impl Iterator<Item = i64> + '_ {
     numbers.iter().map(|number| i64::from_le_bytes(*number))
 }
 
-/// Makes room for `n` numbers in an empty list.
+/// Reserves room for `n` numbers in an empty list.
 fn reserve<T>(list: &mut Vec<T>, n: usize) -> Result<()> {
     list.try_reserve(n).map_err(|_| {
         let bytes = n.saturating_mul(size_of::<T>());

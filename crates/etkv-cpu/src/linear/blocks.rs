@@ -1,26 +1,27 @@
-//! Inputs of a product in blocks of rows, interleaved as the kernels read them.
+//! Inputs of a product in blocks of interleaved rows, the layout that the kernels read.
 //!
-//! Rows are cut into even blocks of up to [`BLOCK`]. A block of `n` rows has, for each column or for each four of
-//! 8 bits, those of all its rows side by side. All blocks together take as much as the rows themselves, so a block
-//! begins where its first row would.
+//! Rows are divided into blocks of about equal size, with at most [`BLOCK`] rows. A block is `[columns, n]`
+//! numbers or `[columns / 4, n, 4]` integers of 8 bits, where `n` is the number of its rows. Blocks have no
+//! padding, so a block begins at the offset that its first row would have without interleaving.
 
 use std::ops::Range;
 
-/// The most rows of a block: as many sums as fit the registers.
+/// The maximum number of rows of a block. Registers limit the number of sums.
 pub(crate) const BLOCK: usize = 12;
 
-/// The adjacent columns of a row in a block of 8-bit integers.
+/// The number of adjacent columns of a row in a block of 8-bit integers.
 pub(crate) const QUAD: usize = 4;
 
 /// A block of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Block {
-    /// The number of its first row in a step.
+    /// The index of its first row in the step.
     pub first: usize,
     pub n: usize,
 }
 
-/// Returns the blocks of some rows, each of at most `most`. Even ones are faster than full ones and a rest.
+/// Returns the blocks of some rows, each of at most `most` rows. They have about equal sizes, which is faster
+/// than full blocks and a small remainder.
 pub(crate) fn blocks_of(rows: Range<usize>, most: usize) -> impl Iterator<Item = Block> {
     let (first, n) = (rows.start, rows.len());
     let n_blocks = n.div_ceil(most);
@@ -30,22 +31,22 @@ pub(crate) fn blocks_of(rows: Range<usize>, most: usize) -> impl Iterator<Item =
     })
 }
 
-/// The inputs of a product for all rows of a step.
+/// The packed inputs of a product for all rows of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Packed {
-    /// `[rows, columns]`, blocks of float32 numbers, or of 8-bit integers.
+    /// Blocks of float32 numbers or 8-bit integers, `[rows, columns]` in total.
     pub rows: *mut u8,
-    /// `[rows, groups]`, blocks of the scales of integers.
+    /// Blocks of the scales of integers, `[rows, groups]` in total.
     pub scales: *mut f32,
-    /// The same of what the products of a group begin with.
+    /// Blocks of the initial values of a group's sums, `[rows, groups]` in total.
     pub starts: *mut i32,
     pub columns: usize,
-    /// The columns that share a scale; 0 for float32.
+    /// The number of columns that share a scale, or 0 for float32.
     pub group: usize,
 }
 
 impl Packed {
-    /// Returns the groups of a row.
+    /// Returns the number of groups of a row.
     pub fn n_groups(&self) -> usize {
         match self.group {
             0 => 0,
@@ -53,17 +54,17 @@ impl Packed {
         }
     }
 
-    /// Returns the numbers of a block.
+    /// Returns the address of a block's numbers.
     pub fn floats(&self, block: Block) -> *mut f32 {
         self.rows.cast::<f32>().wrapping_add(block.first * self.columns)
     }
 
-    /// Returns the integers of a block.
+    /// Returns the address of a block's integers.
     pub fn integers(&self, block: Block) -> *mut i8 {
         self.rows.cast::<i8>().wrapping_add(block.first * self.columns)
     }
 
-    /// Returns the scales and the starts of a block.
+    /// Returns the addresses of a block's scales and starts.
     pub fn of_groups(&self, block: Block) -> (*mut f32, *mut i32) {
         let at = block.first * self.n_groups();
         (self.scales.wrapping_add(at), self.starts.wrapping_add(at))
@@ -72,19 +73,19 @@ impl Packed {
     /// Writes columns of row `i` of a block, from column `column` on.
     ///
     /// # Safety
-    /// The block has memory, row `i`, and the columns. Nothing else accesses these.
+    /// The block must have memory, row `i` and the columns. Nothing else may access these columns.
     pub unsafe fn put_floats(&self, block: Block, i: usize, column: usize, from: &[f32]) {
         let to = self.floats(block).wrapping_add(column * block.n + i);
         for (at, &x) in from.iter().enumerate() {
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { to.wrapping_add(at * block.n).write(x) };
         }
     }
 
-    /// Writes whole groups of integers of row `i` of a block, from group `group` on.
+    /// Writes complete groups of integers of row `i` of a block, from group `group` on.
     ///
     /// # Safety
-    /// As [`put_floats`](Self::put_floats).
+    /// The same as for [`put_floats`](Self::put_floats).
     pub unsafe fn put_integers(
         &self,
         block: Block,
@@ -98,7 +99,7 @@ impl Packed {
         let to = self.integers(block).cast::<[i8; QUAD]>().wrapping_add(first);
         let (quads, _) = codes.as_chunks::<QUAD>();
         let (to_scales, to_starts) = self.of_groups(block);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             for (at, &quad) in quads.iter().enumerate() {
                 to.wrapping_add(at * block.n).write(quad);

@@ -1,10 +1,11 @@
-//! A tile of weights in float32 or bfloat16, times a block of rows of inputs.
+//! Products of a tile of weights in float32 or bfloat16 and a block of input rows.
 
 use super::blocks::BLOCK;
 use super::weights::ROWS;
 use crate::simd::{Kernel, Simd};
 
-/// The products of a tile's rows and the rows of a block, `[n, 16]`. Sums go over the columns in ascending order.
+/// Multiplies the 16 rows of a tile by the `n` rows of a block. The result is `[n, 16]`. Sums are in
+/// ascending order of columns.
 pub(crate) struct FloatTile {
     /// `[columns, 16]` in float32, or in bfloat16 with `IS_BF16`.
     pub weights: *const u8,
@@ -19,7 +20,7 @@ pub(crate) struct FloatTile {
 impl Kernel for FloatTile {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             match self.is_bf16 {
                 true => self.of::<S, true>(),
@@ -33,7 +34,7 @@ impl FloatTile {
     #[inline(always)]
     unsafe fn of<S: Simd, const IS_BF16: bool>(&self) {
         const { assert!(BLOCK == 12) };
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             match (self.n, ROWS / S::WIDTH) {
                 (1, 1) => self.multiply::<S, IS_BF16, 1, 1>(),
@@ -58,11 +59,11 @@ impl FloatTile {
         }
     }
 
-    /// Multiplies with `N` rows of inputs and `V` vectors of rows.
+    /// Multiplies by `N` rows of inputs, with the tile's rows in `V` vectors.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const IS_BF16: bool, const N: usize, const V: usize>(&self) {
         let size = if IS_BF16 { 2 } else { 4 };
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let mut sums = [[S::splat(0.0); V]; N];
             let (mut weights, mut inputs) = (self.weights, self.inputs);

@@ -1,16 +1,17 @@
-//! Inputs of products as 8-bit integers.
+//! Rounds the inputs of products to 8-bit integers.
 
 use crate::floats::peak;
 use crate::simd::{Kernel, Simd};
 
-/// The largest magnitude of a group that is taken for zeros: the quotient of smaller ones is not a number.
+/// Groups with at most this magnitude are treated as zeros, because the inverse of a smaller scale would not
+/// be finite.
 const MIN_PEAK: f32 = 7.888_609e-31;
 
-/// Rounds one group of numbers to integers from -127 to 127, times a scale.
+/// Rounds one group of numbers to a scale times integers from -127 to 127.
 pub(crate) struct Quantize<'a> {
     pub from: &'a [f32],
     pub codes: &'a mut [i8],
-    /// The scale; NaN if a number is not finite, so that the outputs of such a token are not either.
+    /// The scale. It is NaN if a number is not finite, so that the outputs of the token are NaN, too.
     pub scale: &'a mut f32,
     /// The sum of the integers.
     pub sum: &'a mut i32,

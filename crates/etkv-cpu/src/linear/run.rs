@@ -1,4 +1,4 @@
-//! A call: products of the same inputs with one or more matrices.
+//! Runs a call: the products of one input with one or more matrices.
 
 use std::ops::Range;
 
@@ -12,23 +12,24 @@ use crate::memory::Memory;
 use crate::parallel::{Parallel, Serial};
 use crate::simd::Instructions;
 
-/// The tasks for each thread: enough to even out other load on the machine.
+/// The number of tasks for each thread. With several, other load on the machine delays the call less.
 const TASKS: usize = 8;
 
-/// The products of a row that are worth waking a thread for: some microseconds.
+/// The minimum number of multiplications for which other threads are woken. They take some microseconds.
 const SMALL: usize = 1 << 16;
 
-/// The bytes of weights of a task with many rows of inputs, which stay in a core's cache while it goes through the rows.
+/// The maximum bytes of a task's weights if there are many input rows. The weights stay in a core's cache
+/// while the task processes the rows.
 const CACHED: usize = 256 << 10;
 
-/// The matrices of a call, which have one input.
+/// The matrices of a call, all of which multiply the same input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Linear {
-    /// Elements of an input.
+    /// The elements of an input row.
     pub columns: usize,
-    /// How their weights are stored.
+    /// The storage format of the weights.
     pub format: WeightFormat,
-    /// The rows of each matrix: the elements of its outputs.
+    /// The number of rows of each matrix, which is the number of its outputs.
     pub rows: Vec<usize>,
 }
 
@@ -36,7 +37,7 @@ impl Linear {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    /// [`Program`](etkv_core::Status::Program) for invalid sizes.
     pub fn check(&self) -> Result<()> {
         check_width(self.columns, self.format)?;
         if self.rows.is_empty() {
@@ -51,10 +52,10 @@ impl Linear {
     }
 }
 
-/// One of the products of a call.
+/// One product of a call.
 #[derive(Debug)]
 pub struct Product<'a> {
-    /// Its packed weights.
+    /// The packed weights.
     pub weights: &'a [u8],
     /// `[rows]`.
     pub bias: Option<&'a [f32]>,
@@ -62,13 +63,13 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Writes the products of inputs `x`, `[T, columns]`, with each matrix.
+/// Writes the products of the inputs `x`, `[T, columns]`, with each matrix.
 ///
-/// An output does not depend on the other inputs, nor on the number of threads.
+/// The outputs of an input row depend neither on other rows nor on the number of threads.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if memory
-/// is lacking. Then nothing is written.
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if
+/// memory is lacking. An error writes nothing.
 pub fn multiply_into(
     linear: &Linear,
     x: &[f32],
@@ -79,7 +80,7 @@ pub fn multiply_into(
     multiply_with(Instructions::best(), linear, x, products, workspace, parallel)
 }
 
-/// [`multiply_into`] with one of the machine's instruction sets.
+/// The same as [`multiply_into`], with a given instruction set of this machine.
 pub(super) fn multiply_with(
     instructions: Instructions,
     linear: &Linear,
@@ -96,7 +97,7 @@ pub(super) fn multiply_with(
         let mut pieces = Pieces::at(start);
         (pieces.take(n_tokens, columns, format.group()), pieces.size())
     };
-    // Pieces of an empty block give its size.
+    // The first pass over the pieces, without a block, only computes the size.
     let (_, size) = pieces(std::ptr::null_mut());
     let start = Memory::at_least(&mut workspace.memory, size)?.as_ptr();
     let tiles = Tiles::of(instructions, format);
@@ -158,10 +159,10 @@ struct Matrix<'a> {
     rows: usize,
 }
 
-/// A call, for its tasks.
+/// The data of a call that all tasks use.
 struct Step<'a> {
     tiles: Tiles,
-    /// The most rows of a block.
+    /// The maximum number of rows of a block.
     most: usize,
     tile_size: usize,
     x: &'a [f32],
@@ -170,8 +171,8 @@ struct Step<'a> {
     matrices: Vec<Matrix<'a>>,
 }
 
-// SAFETY: the tasks of each phase write to blocks and columns of their own. What they read was written in an earlier
-// phase.
+// SAFETY: the tasks of a phase write different blocks or columns, and read only the results of earlier
+// phases.
 unsafe impl Sync for Step<'_> {}
 
 impl Step<'_> {
@@ -179,7 +180,7 @@ impl Step<'_> {
         let n_tiles: usize = self.matrices.iter().map(|matrix| matrix.rows.div_ceil(ROWS)).sum();
         let work = n_tiles * ROWS * self.inputs.columns * self.n_tokens;
         let parallel = if work < SMALL { &Serial } else { parallel };
-        // A host may take a lock for this call.
+        // The host may lock a mutex in this call, so it is called once.
         let threads = parallel.threads();
         let blocks: Vec<Block> = blocks_of(0..self.n_tokens, self.most).collect();
         let prepares: &dyn Parallel = if self.n_tokens <= BLOCK { &Serial } else { parallel };
@@ -196,17 +197,17 @@ impl Step<'_> {
         });
     }
 
-    /// Writes the inputs of a block.
+    /// Writes the packed inputs of a block.
     fn pack(&self, block: Block) {
         let columns = self.inputs.columns;
         for i in 0..block.n {
             let row = &self.x[(block.first + i) * columns..][..columns];
-            // SAFETY: the rows of the block belong to this task.
+            // SAFETY: only this task uses the rows of the block.
             unsafe { self.tiles.put(&self.inputs, block, i, row) };
         }
     }
 
-    /// Computes the products of some tiles, counted over all matrices, and a block.
+    /// Computes the products of some tiles with a block. Tiles are counted over all matrices.
     fn multiply(&self, tiles: Range<usize>, block: Block) {
         let mut sums: Sums = [0.0; BLOCK * ROWS];
         let mut first = 0;
@@ -226,11 +227,11 @@ impl Step<'_> {
                         sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
                     }
                     let at = (block.first + i) * matrix.rows + column;
-                    // SAFETY: the columns of these tokens belong to this task.
+                    // SAFETY: only this task uses the columns of these tokens.
                     unsafe {
                         let out = matrix.out.add(at);
                         match sums.as_chunks::<ROWS>().0 {
-                            // Without a call, as the size is constant.
+                            // With a constant size, this is not a call of `memcpy`.
                             [whole] if width == ROWS => {
                                 out.cast::<[f32; ROWS]>().write_unaligned(*whole);
                             }

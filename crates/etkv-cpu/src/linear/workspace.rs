@@ -1,39 +1,39 @@
-//! Memory of calls, which the calls of a program share.
+//! Memory for calls of products, which all calls of a program share.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::blocks::Packed;
 use crate::memory::Memory;
 
-/// Memory for one call of a product at a time. It grows to the size that the largest call needs, so steps of one
-/// shape allocate in the first only.
+/// Memory for one call at a time. It grows to the size of the largest call, so only the first step of a shape
+/// allocates.
 #[derive(Debug, Default)]
 pub struct Workspace {
     pub(super) memory: Option<Memory>,
 }
 
-/// Divides a block of memory into pieces for inputs. Their numbers are arbitrary, but initialized.
+/// Divides a block of memory into pieces for inputs. Their contents are arbitrary, but initialized.
 pub(crate) struct Pieces {
     start: *mut u8,
     used: usize,
 }
 
 impl Pieces {
-    /// Begins at `start`. Pieces at a null pointer give the size alone.
+    /// Begins at `start`. With a null pointer, the pieces only serve to compute the size.
     pub fn at(start: *mut u8) -> Self {
         Self { start, used: 0 }
     }
 
-    /// Returns the bytes that were taken.
+    /// Returns the bytes of all pieces so far.
     pub fn size(&self) -> usize {
         self.used
     }
 
-    /// Takes a piece for the inputs of a product, `[rows, columns]`, in floats or in groups of integers.
+    /// Returns a piece for the inputs of a product, `[rows, columns]`, as floats or as groups of integers.
     pub fn take(&mut self, rows: usize, columns: usize, group: Option<usize>) -> Packed {
         let mut piece = |size: usize| {
             let at = self.start.wrapping_add(self.used);
-            // Saturated sizes are refused by the allocation.
+            // The allocation refuses a saturated size.
             let size = rows.saturating_mul(size).saturating_add(63) & !63;
             self.used = self.used.saturating_add(size);
             at
@@ -49,15 +49,15 @@ impl Pieces {
     }
 }
 
-/// The workspaces of a process, for the calls of all programs. A call takes one and gives it back. They are freed
-/// with the last call that may need one.
+/// The workspaces of a process, which the calls of all programs share. A call borrows one. They are freed
+/// with the last loaded call.
 #[derive(Debug)]
 pub struct Workspaces<W> {
     free: Mutex<Vec<W>>,
 }
 
 impl<W: Default> Workspaces<W> {
-    /// Returns those of `place`, which are made if it has none.
+    /// Returns the workspaces in `place`, or creates them.
     pub fn shared(place: &Mutex<Weak<Self>>) -> Arc<Self> {
         let mut shared = place.lock().unwrap_or_else(PoisonError::into_inner);
         shared.upgrade().unwrap_or_else(|| {

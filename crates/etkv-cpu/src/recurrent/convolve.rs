@@ -183,8 +183,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Returns whether lanes are tokens. This is the case if the columns of a channel are contiguous, except
-    /// in short steps, in which lanes are channels.
+    /// Returns whether lanes are tokens, which suits programs, as a channel's columns are contiguous there.
+    /// In short steps, lanes are channels.
     fn by_channel(&self) -> bool {
         self.n_tokens >= 16
     }

@@ -1,4 +1,4 @@
-//! Activations alone.
+//! Tests of the activations.
 
 use super::reference::function;
 use super::{swiglu, FUNCTIONS};
@@ -20,7 +20,7 @@ fn functions_of_a_number() {
                     });
                     let given = x;
                     let (gates, ups) = (x.as_mut_ptr(), x.as_ptr());
-                    // SAFETY: the machine has the instructions; there is one row.
+                    // SAFETY: the machine has the instructions, and there is one row.
                     with_simd!(instructions, |S| unsafe {
                         S::enter(Activate { activation, gates, ups, n: 1 });
                     });
