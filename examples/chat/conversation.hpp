@@ -27,8 +27,7 @@ class Conversation {
   /// @param prompt  what prompt(said) returned
   /// @param ids     the model's ids, and
   /// @param answer  their text
-  /// @param kept    the number of first ids that this prompt shares with the
-  ///                cache
+  /// @param kept    the number of ids of the prompt that the cache already held
   void add(
       const std::string& said,
       std::vector<int64_t> prompt,

@@ -115,8 +115,8 @@ impl Program {
         let mut steps: Vec<WarmStep> = fitting.map(WarmStep::of).collect();
         let has_sequences = cache.sequences().is_some();
         if most >= 2 && has_sequences && cache.can_extend(3) {
-            // Two sequences need a mask, and slots that are not contiguous: the second one leaves room after
-            // the first.
+            // Steps of two sequences need a mask, and slots that are not contiguous: there is a gap after the first
+            // sequence.
             steps.push(WarmStep { stays: true, ..WarmStep::of(1) });
             steps.push(WarmStep { sequences: vec![0, 1], positions: vec![1, 0], stays: false });
         }

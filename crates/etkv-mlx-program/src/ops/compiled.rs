@@ -1,7 +1,7 @@
 //! Element-wise expressions, as one kernel launch on a GPU.
 //!
-//! MLX's `compile` makes one kernel of a function's element-wise operations. The function is traced once for
-//! the dtypes and ranks of its arguments. Later calls compare these and make one node.
+//! MLX's `compile` fuses a function's element-wise operations to one kernel. The function is traced once for the
+//! dtypes and ranks of its arguments. A later call compares these and adds one node to the graph.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ const MAX_COMPILED: usize = 256;
 
 /// Returns the result of an expression.
 pub fn run(on_gpu: bool, expression: &Expression, inputs: &[&Array]) -> Result<Array> {
-    // On a CPU MLX would compile with the machine's C++ compiler.
+    // On a CPU, MLX would compile with the machine's C++ compiler.
     if !on_gpu {
         return separately(expression, inputs);
     }
@@ -42,7 +42,7 @@ pub fn run(on_gpu: bool, expression: &Expression, inputs: &[&Array]) -> Result<A
     }
 }
 
-/// Computes each operation by itself.
+/// Computes the operations one by one.
 fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
     let mut results: Vec<Array> = Vec::with_capacity(expression.nodes.len());
     for node in &expression.nodes {
@@ -63,14 +63,15 @@ fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
     }
 }
 
-/// The expressions that MLX has compiled. Used under the lock of MLX only.
+/// The expressions that MLX has compiled. Use it only under the lock of MLX.
 static COMPILED: Mutex<Option<HashMap<Expression, Option<&'static Compiled>>>> = Mutex::new(None);
 
-/// An expression compiled by MLX. It lives until the process ends: MLX identifies compiled functions by their
-/// addresses, on each thread that has called them.
+/// An expression that MLX compiled. It lives until the process ends, because each thread's MLX identifies compiled
+/// functions by their addresses.
 struct Compiled(mlx_closure);
 
-// SAFETY: what the closure reads never changes; it is used under the lock of MLX only, by one thread at a time.
+// SAFETY: the closure only reads an expression, which never changes; it is used only under the lock of MLX, by one
+// thread at a time.
 unsafe impl Send for Compiled {}
 // SAFETY: as above.
 unsafe impl Sync for Compiled {}
@@ -78,12 +79,12 @@ unsafe impl Sync for Compiled {}
 impl Compiled {
     fn new(expression: &Expression) -> Result<Self> {
         let expression = Box::into_raw(Box::new(expression.clone()));
-        // SAFETY: the expression is never freed; handles are made here, and the result is kept.
+        // SAFETY: the expression is never freed; the handles are created here, and the result is kept.
         unsafe {
             let traced =
                 mlx_sys::mlx_closure_new_func_payload(Some(trace), expression.cast(), None);
             let mut compiled = mlx_sys::mlx_closure_new();
-            // For any shapes, so that a prompt does not compile again.
+            // For any shape, so that a prompt is not compiled again.
             let status = check(mlx_sys::mlx_compile(&mut compiled, traced, true));
             mlx_sys::mlx_closure_free(traced);
             status.map(|()| Self(compiled))
@@ -104,10 +105,10 @@ impl Compiled {
     }
 }
 
-/// Computes an expression of placeholders, whose operations MLX records.
+/// Computes an expression with placeholders as inputs. MLX records the operations.
 ///
-/// The recorded operations keep their stream. So they are recorded on the shared stream, which lives until
-/// the process ends: the stream of an enclosing call may be gone at the next call.
+/// Recorded operations keep their stream, and the stream of the current call may be gone at the next call. So they
+/// are recorded on the shared stream, which lives until the process ends.
 ///
 /// # Safety
 /// Both lists are live, and `expression` is an [`Expression`].
@@ -117,14 +118,14 @@ unsafe extern "C" fn trace(
     expression: *mut c_void,
 ) -> i32 {
     let traced = || -> Result<Array> {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller upholds the contract above.
         let (expression, inputs) = unsafe { (&*expression.cast::<Expression>(), arrays(inputs)?) };
         separately(expression, &inputs.iter().collect::<Vec<_>>())
     };
     // A panic must not unwind into MLX.
     let traced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mlx::on_shared(traced)));
     match traced {
-        // SAFETY: the caller says that the list is live; it takes its own reference.
+        // SAFETY: the caller guarantees that the list is live. The list takes a reference of its own.
         Ok(Ok(array)) => unsafe {
             let one = [array.as_ptr()];
             mlx_sys::mlx_vector_array_set_data(results, one.as_ptr(), 1)
@@ -174,7 +175,7 @@ mod tests {
             for dtype in [Dtype::Float32, Dtype::Bfloat16] {
                 let (x, y) = (x.as_dtype(dtype)?, y.as_dtype(dtype)?);
                 for function in [Unary::Silu, Unary::Gelu, Unary::GeluTanh] {
-                    // The function itself: if compiled, it would need a C++ compiler on the CPU.
+                    // The function itself, not compiled: on the CPU that would need a C++ compiler.
                     let mut expression = activation(function);
                     let (inputs, mut results) = (Arrays::of([&x, &y]), Arrays::empty());
                     let payload = (&raw mut expression).cast();
@@ -201,7 +202,7 @@ mod tests {
         .unwrap();
     }
 
-    /// On the CPU MLX would need a C++ compiler.
+    /// On the CPU, MLX would need a C++ compiler.
     #[test]
     fn a_compiled_expression_is_the_same_on_a_gpu() {
         let compare = || {
@@ -232,7 +233,7 @@ mod tests {
         };
         if mlx::on_gpu().unwrap() {
             compare();
-            // Each thread traces its own.
+            // Each thread traces the expression again.
             std::thread::spawn(compare).join().unwrap();
             compare();
         }

@@ -1,7 +1,8 @@
 //! The operations: decoding and running each.
 //!
-//! A new operation is a line in the decoding table and a function that decodes it: to a variant of [`Op`] with an arm
-//! in [`run`] if passes look into it, and else to a [`Function`](crate::ir::Function) with an arm in `calls`.
+//! A new operation needs a line in the decoding table, and a function that decodes it. An operation that passes
+//! inspect becomes a variant of [`Op`] with an arm in [`run`]; any other becomes a [`Function`](crate::ir::Function)
+//! with an arm in `calls`.
 
 mod activation;
 mod attention;
@@ -222,8 +223,8 @@ decoding! {
     WhereNode: op_as_where_node => compare::choose,
 }
 
-/// Decodes an instruction. The result is usually one operation, none if the instruction only renames, and one
-/// for each output of a split.
+/// Decodes an instruction. The result is usually one operation. It is empty for an instruction that only renames, and
+/// has one operation for each output of a split.
 pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
         return Ok(Vec::new());
@@ -232,7 +233,7 @@ pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Ins
         slots.copy(node.x(), node.out())?;
         return Ok(Vec::new());
     }
-    // Heads that rotate completely are joined with nothing.
+    // A concatenation of one tensor, which exporters write for heads that rotate completely.
     if let Some(node) =
         instruction.op_as_concatenate_node().filter(|node| node.tensors().len() == 1)
     {
@@ -349,8 +350,8 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
         Op::WantedRows { x } => {
             let x = frame.tensor(*x)?;
-            // A tensor without a separate axis for features cannot be logits; the error is returned where
-            // they are read.
+            // A tensor without a separate axis for features cannot be logits. The reader of the logits returns the
+            // error.
             match frame.last_row_only() && x.ndim() > 2 {
                 true => shape::run_last_token(x)?,
                 false => x.clone(),

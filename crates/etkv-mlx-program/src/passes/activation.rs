@@ -1,7 +1,7 @@
-//! Fuses activations, and their products with a gate's other half, into one compiled kernel.
+//! Fuses activations, and their products with the other half of a gate, into one compiled kernel.
 //!
-//! MLX launches two kernels for SiLU, nine for GELU, and one for the product. Some exporters write GELU as a
-//! formula. On a GPU each launch costs the host microseconds.
+//! MLX launches two kernels for SiLU, nine for GELU, and one for the product. Some exporters write GELU as a formula.
+//! On a GPU, each launch costs the host microseconds.
 
 use std::collections::HashMap;
 
@@ -58,7 +58,8 @@ fn products(graph: &mut Graph) {
     }
 }
 
-/// Recognises GELU as a formula with tanh, in float32: in half precision the formula rounds at each step.
+/// Recognises GELU that is written as a formula with tanh, in float32. In half precision the formula rounds at each
+/// step.
 fn written_out(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let dtypes = dtypes::known(graph);
     let found: Vec<(usize, Value)> = {
@@ -99,7 +100,7 @@ impl Formula<'_> {
         found.is_some_and(|found| (found - expected).abs() <= expected.abs() * 1e-6)
     }
 
-    /// Returns `x` if `value` is `x * factor` or `x + term`, for a constant.
+    /// Returns `x` if `value` is `x` times or plus this constant.
     fn with(&self, value: Value, function: Binary, constant: f32) -> Option<Value> {
         let both = self.both(self.op(value)?, function)?;
         both.into_iter().find_map(|(x, other)| self.is(other, constant).then_some(x))
@@ -133,7 +134,8 @@ mod tests {
 
     const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_6, 0.044_715, 3.0];
 
-    /// The constants are 0 to 4, the input is 5; `ops` make the values from 6 on. The last one is the output.
+    /// Constants are 0 to 4, and the input is 5. The results of `ops` are the values from 6 on; the last one is the
+    /// output.
     fn graph(ops: Vec<Op>) -> Graph {
         let constant = || Constant {
             name: String::new(),

@@ -7,13 +7,12 @@ use mlx_rs::{Array, Dtype};
 use crate::dtype::{dtype_of, is_float};
 use crate::ir::{Graph, InputSpec, Op, Unary, Value};
 
-/// Returns the dtypes of the constants and the inputs, and of those results of the main chain whose dtype
-/// follows from theirs.
+/// Returns the dtypes of constants and inputs, and of the results of the main chain whose dtypes follow from these.
 pub fn known(graph: &Graph) -> HashMap<Value, Dtype> {
     with_constants(graph, &[])
 }
 
-/// [`known`], with the dtypes of the loaded constants, which include those that are computed at load.
+/// [`known`], with the dtypes of the loaded constants, including constants that are computed at load.
 pub fn with_constants(graph: &Graph, loaded: &[Option<Array>]) -> HashMap<Value, Dtype> {
     let constants = (0..).map(Value).zip(&graph.constants);
     let mut dtypes: HashMap<Value, Dtype> = constants
@@ -92,7 +91,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
     }
 }
 
-/// Returns the common dtype of all operands, if it is a float: other dtypes may be divided or promoted.
+/// Returns the common dtype of all operands, if it is a float. Results of other dtypes may have another dtype.
 fn shared(mut dtypes: impl Iterator<Item = Option<Dtype>>) -> Option<Dtype> {
     let first = dtypes.next().flatten().filter(|&dtype| is_float(dtype))?;
     dtypes.all(|dtype| dtype == Some(first)).then_some(first)

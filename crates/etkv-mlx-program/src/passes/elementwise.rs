@@ -1,5 +1,5 @@
-//! Fuses element-wise operations into [expressions](Expression), for programs that the interpreter runs on a
-//! GPU: there each launch costs the host microseconds, more than the work takes on the device.
+//! Fuses element-wise operations into [expressions](Expression), for programs that the interpreter runs on a GPU,
+//! where each launch costs the host microseconds, more than the work takes on the device.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use smallvec::SmallVec;
 use super::{makers, only_readers};
 use crate::ir::{Binary, Expression, Graph, Instruction, Node, Op, Out, Value};
 
-/// The maximum number of tensors that an expression reads, and of operations on the way to each. MLX splits
-/// larger ones.
+/// The maximum number of tensors that an expression reads, and its maximum depth. MLX splits larger expressions.
 const MAX_INPUTS: usize = 8;
 const MAX_DEPTH: usize = 10;
 
-/// Replaces element-wise operations of the main chain, each with those whose results only it reads.
+/// Replaces element-wise operations of the main chain by expressions. An operand is fused too if nothing else reads
+/// it.
 pub fn fuse(graph: &mut Graph) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     let mut instructions: Vec<Option<Instruction>> =
@@ -46,7 +46,7 @@ pub fn fuse(graph: &mut Graph) {
     graph.main.instructions = instructions.into_iter().flatten().collect();
 }
 
-/// Returns the tensors that an element-wise operation reads; `None` for another operation.
+/// Returns the tensors that an element-wise operation reads; `None` for other operations.
 fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
     Some(match *op {
         Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => {
@@ -71,8 +71,8 @@ struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    /// Adds the instruction at `index`, at this depth, and returns its node. `None` if it would read too many
-    /// tensors.
+    /// Adds the instruction at `index`, at this depth, and returns its node. `None` if the expression would read too
+    /// many tensors.
     fn add_operation(&mut self, index: usize, depth: usize) -> Option<usize> {
         let op = &self.instructions[index].as_ref()?.op;
         self.fused.push(index);
@@ -94,7 +94,8 @@ impl Tree<'_> {
         })
     }
 
-    /// Adds the node of a value that the expression reads: the operation that makes it, if nothing else reads it.
+    /// Adds a node for an operand: the operation that computes the value if nothing else reads it, otherwise an
+    /// input.
     fn add_operand(&mut self, value: Value, depth: usize) -> Option<usize> {
         let made = self.makers.get(&value).filter(|_| self.readers.contains_key(&value));
         if let Some(&index) = made.filter(|_| depth < MAX_DEPTH) {
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!(&inputs[..], [Value(10)]);
         let (x, negative) = (Node::Input(0), Node::Unary(Unary::Neg, 1));
         assert_eq!(expression.nodes, [x, x, negative, Node::Binary(Binary::Add, 0, 2)]);
-        // An output of the program, and an operation alone.
+        // A value that is an output of the program, and a single operation.
         let outputs = vec![(unary(Unary::Exp, 1), 10), (unary(Unary::Neg, 10), 11)];
         assert_eq!(fused(outputs, &[10, 11]).len(), 2);
     }

@@ -38,7 +38,7 @@ pub struct Target {
     pub on_gpu: bool,
     /// Whether the host needs only the last token's row of the output.
     pub last_token_only: bool,
-    /// Whether only the passes run that the other fields need.
+    /// Whether to run only the passes that the other fields need.
     pub only_needed: bool,
 }
 
@@ -55,7 +55,7 @@ pub fn run(
     run_each(graph, target, scalars, |_, _| {})
 }
 
-/// [`run`], which reports, after each pass that changes instructions, its name and the result.
+/// [`run`], which also reports the name and the result of each pass that changes instructions.
 ///
 /// # Errors
 /// As [`run`].
@@ -86,7 +86,7 @@ pub fn run_each(
     pass("trace_positions", true, &plain(positions::trace))?;
     // Linear layers must be recognised to find the last row.
     pass("fuse_linear", faster || target.last_token_only, &plain(linear::fuse))?;
-    // On the CPU MLX's function takes 2.5 times as long as the instructions.
+    // On the CPU, MLX's function takes 2.5 times as long as the instructions.
     pass("fuse_rotary", faster && target.on_gpu, &|graph| {
         rotary::fuse(graph, scalars);
         Ok(())
@@ -105,7 +105,7 @@ pub fn run_each(
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
     pass("join_rotary", faster && target.on_gpu, &plain(rotated::join))?;
-    // Last, because it renumbers the values, and `scalars` has the old numbers.
+    // Last, because it renumbers values, and `scalars` has the old numbers.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
 }
@@ -118,8 +118,8 @@ pub fn join_layers(graph: &mut Graph) {
     rotated::join(graph);
 }
 
-/// Fuses what remains of the small operations of a program that the interpreter runs on a GPU. `constants` are
-/// the loaded constants. Executors of steps do not know the results of these passes.
+/// Fuses the remaining small operations of a program that the interpreter runs on a GPU. `constants` are the loaded
+/// constants. Executors of steps do not support the resulting instructions.
 pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
@@ -127,7 +127,7 @@ pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     debug!(target: TARGET, before, after = graph.main.instructions.len(), "launches are fused");
 }
 
-/// Returns the instruction of the main chain that makes each value.
+/// Returns the instruction of the main chain that computes each value.
 fn makers(graph: &Graph) -> HashMap<Value, usize> {
     graph
         .main
@@ -141,8 +141,8 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .collect()
 }
 
-/// Returns the instruction of the main chain that reads each value, for values that are read once and are no
-/// output.
+/// Returns the only reader of each value in the main chain. Values that are read more than once, and outputs, are
+/// absent.
 pub fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
     let n_uses = graph.main.n_uses();
     let reads = (0..)

@@ -45,7 +45,7 @@ impl Finder<'_> {
         let (&Op::RmsNorm { x, weight, eps }, Out::Tensor(out)) = (&made.op, made.out) else {
             return None;
         };
-        // If any operand is float32, MLX computes in it.
+        // MLX computes in float32 if any operand is float32.
         let operands = std::iter::once(x).chain(weight).map(|value| self.dtypes.get(&value));
         let operands: Vec<Dtype> =
             operands.collect::<Option<Vec<_>>>()?.into_iter().copied().collect();
@@ -71,7 +71,7 @@ impl Finder<'_> {
         Some(Found { at, op })
     }
 
-    /// Returns the value of which `x` is a conversion to float32, or `x`.
+    /// Returns the operand of `x` if `x` is a conversion to float32; otherwise `x`.
     fn before(&self, x: Value) -> Value {
         let made = self.makers.get(&x).map(|&index| &self.graph.main.instructions[index].op);
         match made {
@@ -96,7 +96,7 @@ impl Finder<'_> {
         };
         let by = if a == value { b } else { a };
         let constant = self.constants.get(by.0 as usize)?.as_ref()?;
-        // One with more axes than the rows would add axes to them.
+        // A constant with more axes than the rows would add axes to the result.
         (constant.size() == 1 && constant.ndim() < 2 && constant.dtype() == Dtype::Float32)
             .then_some((index, out, by))
     }
@@ -120,8 +120,8 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, Constant, Instruction};
 
-    /// Constants are 0, the weights of a norm in float32, and 1 and 2, a number and two of them. The values 3 and
-    /// 4 are made in bfloat16 and float32.
+    /// Constant 0 is the weight of a norm in float32, 1 a number, and 2 a list of two numbers. Values 3 and 4 are
+    /// computed in bfloat16 and float32.
     fn fused(ops: Vec<(Op, u32)>) -> Vec<(Op, u32)> {
         let constants =
             [Array::ones::<f32>(&[6]), Array::ones::<f32>(&[]), Array::ones::<f32>(&[2])];
@@ -184,11 +184,11 @@ mod tests {
 
     #[test]
     fn other_norms_stay() {
-        // In bfloat16; in float32 from end to end; of unknown dtype.
+        // A norm in bfloat16, one with float32 as its input and output, and one of unknown dtype.
         for ops in [vec![norm(3, None, 5)], vec![norm(4, Some(0), 5)], vec![norm(20, Some(0), 5)]] {
             assert_eq!(fused(ops.clone()), ops);
         }
-        // A factor for each feature, and a result that something else reads too.
+        // A factor for each feature, and a result with another reader.
         let made = fused(vec![norm(4, None, 5), times(5, 2, 6), as_type(6, Dtype::Float16, 7)]);
         assert_eq!(made.len(), 3);
         let made = fused(vec![norm(4, None, 5), as_type(5, Dtype::Float16, 6), times(6, 5, 7)]);

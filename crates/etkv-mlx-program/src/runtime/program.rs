@@ -38,30 +38,30 @@ pub struct Program(pub(crate) Arc<LoadedProgram>);
 pub struct LoadedProgram {
     pub(crate) inputs: Vec<InputSpec>,
     pub(crate) constants: Vec<Option<Array>>,
-    /// The executor that is offered each step first, if there is one.
+    /// The executor, if there is one. Each step is offered to it first.
     pub(crate) executor: Option<Box<dyn StepExecutor>>,
     main: Schedule,
     n_values: u32,
     n_ints: u32,
     pub(crate) buffers: Buffers,
     pub(crate) cache: Option<ProgramCache>,
-    /// The rows of the logits that it was loaded for.
+    /// The rows of logits that the program was loaded for.
     pub(crate) logits: LogitsRows,
     /// The index of the logits in the outputs, if one may be logits.
     logits_at: Option<usize>,
-    /// Whether all rows are computed, but only the last one is returned.
+    /// Whether all rows of logits are computed, but only the last one is returned.
     cuts_logits: bool,
     pub(crate) stream: ProgramStream,
 }
 
-// SAFETY: arrays and the stream are used under the lock of MLX only, by one thread at a time.
+// SAFETY: arrays and the stream are used only under the lock of MLX, by one thread at a time.
 unsafe impl Send for LoadedProgram {}
 // SAFETY: as above.
 unsafe impl Sync for LoadedProgram {}
 
 impl Program {
-    /// Decodes a payload, loads its constants and binds its cache. `steps` makes an executor of its steps, if
-    /// the passes are the default ones and the device is supported.
+    /// Decodes a payload, loads its constants and binds its cache. `steps` creates an executor of its steps, if the
+    /// passes are the default ones and the device is supported.
     ///
     /// # Errors
     /// - [`Program`](Status::Program) for a payload that is damaged or foreign.
@@ -89,7 +89,7 @@ impl Program {
         steps: Option<&dyn StepCompiler>,
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
-        // Before the constants, because loading these takes longest.
+        // Before the constants, whose load takes longest.
         let bound = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
         let (shared, cache) = bound.unzip();
         let mlx = mlx::enter()?;
@@ -113,7 +113,7 @@ impl Program {
                 && recurrent_calls(&graph).next().is_none();
             let steps = steps.filter(|_| can_compile);
             let executor = steps.and_then(|steps| steps.compile(&mlx, &graph, &constants));
-            // After that, because executors decide what they copy, and do not know this pass.
+            // After the executor, because executors choose the rows to copy themselves, and do not support this pass.
             if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
                 passes::leave_out_unwanted_rows(&mut graph);
             }
@@ -181,12 +181,11 @@ impl Program {
         Ok(())
     }
 
-    /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
-    /// ExecuTorch's `ScalarType`, one for each output), and writes the outputs to the memory that `host`
-    /// returns. With a cache, this is one step on it. The step commits if `host` takes the outputs, and is
-    /// rolled back otherwise.
+    /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of ExecuTorch's
+    /// `ScalarType`, one for each output), and writes the outputs to the memory that `host` returns. With a cache,
+    /// this is one step on it. The step commits if `host` accepts the outputs, and is rolled back otherwise.
     ///
-    /// Other threads may use MLX while this one waits for the device and copies outputs in main memory.
+    /// Other threads may use MLX while this one waits for the device and copies outputs.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
@@ -241,8 +240,8 @@ impl LoadedProgram {
         }
     }
 
-    /// Returns whether the next step on the program's cache, if it has one, returns only the last token's row
-    /// of its logits: it was loaded for that, and the step is text of one sequence.
+    /// Returns whether the next step returns only the last token's row of logits: the program was loaded for that,
+    /// and the step is text of one sequence.
     fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
         let sequences = cache.and_then(|cache| cache.sequences());
         self.logits == LogitsRows::Proposed
@@ -276,7 +275,7 @@ impl LoadedProgram {
             .zip(output_types)
             .map(|(output, &scalar_type)| output.of_type(scalar_type))
             .collect::<Result<Outputs>>()?;
-        // Drops the values before the call, so that MLX writes in place.
+        // Drop the old values, so that MLX writes in place.
         drop(found);
         let kept = self.buffers.keep(buffers)?;
         let tensors = made.iter().filter_map(Output::tensor).chain(&kept);
@@ -342,8 +341,8 @@ impl Drop for LoadedProgram {
     }
 }
 
-/// Improves a program for a target. Returns the layout of each constant, and whether the last row of its
-/// logits must be selected from all rows, because the values before are not computed row by row.
+/// Improves a program for a target. Returns the layout of each constant, and whether the last row of logits must be
+/// selected from all rows, because the program does not compute it row by row.
 fn prepare(
     graph: &mut Graph,
     target: Target,
@@ -366,7 +365,7 @@ fn prepare(
     Ok((passes::run(graph, target, scalars)?, true))
 }
 
-/// Returns the cache under `key`, if the program can use it, and makes the choices that depend on the cache.
+/// Returns the cache under `key`, if the program can use it. Applies the passes that depend on the cache.
 fn bind(graph: &mut Graph, key: &str) -> Result<(SharedCache, ProgramCache)> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
@@ -446,7 +445,7 @@ fn tensor_inputs(inputs: &[InputSpec]) -> usize {
     inputs.iter().filter(|input| matches!(input, InputSpec::Tensor { .. })).count()
 }
 
-/// Loads the constants that the program uses, and runs its init chain on them.
+/// Loads the constants that the program uses, and runs the init chain.
 fn load_constants(
     mlx: &Mlx,
     graph: &mut Graph,
