@@ -84,7 +84,7 @@ pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {
     // The exponent is one more if the mantissa is above 1.75.
     let bits = peaks.view_dtype(Dtype::Uint32)?.add(word(0x001f_ffff))?;
     let exponent = shr(&bits, &word(23))?;
-    // The lower bound of the scale keeps the largest element finite.
+    // The upper bound of the scale keeps the largest element finite.
     let code = minimum(maximum(exponent, word(top))?.subtract(word(top))?, word(254 - top))?;
     let inverse = shl(&word(254).subtract(&code)?, &word(23))?.view_dtype(Dtype::Float32)?;
     Ok([cast(&code, Dtype::Uint8)?, inverse])

@@ -56,7 +56,7 @@ pub trait Codec: Send + Sync {
         weighted_in_blocks(self, p, parts)
     }
 
-    /// Returns the maximum number of rows a KV head for which [`scores`](Self::scores) and
+    /// Returns the maximum number of rows for each KV head for which [`scores`](Self::scores) and
     /// [`weighted`](Self::weighted) are faster than unpacking all rows.
     ///
     /// # Errors
@@ -67,8 +67,8 @@ pub trait Codec: Send + Sync {
 /// The largest float16, which limits stored scales and offsets.
 pub(super) const F16_MAX: f32 = 65504.0;
 
-/// The maximum number of rows a KV head for which unpacking in blocks is faster than unpacking one KV head at a
-/// time.
+/// The maximum number of rows for each KV head for which unpacking in blocks is faster than unpacking one KV head at
+/// a time.
 pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
 /// The bytes of rows that are unpacked at a time, about the size of a CPU's caches.

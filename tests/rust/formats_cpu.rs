@@ -38,7 +38,7 @@ fn row(rng: &mut Rng, dim: usize) -> Vec<f32> {
         2 => (0..dim).map(|_| rng.pick(&[0.0, -0.0])).collect(),
         3 => (0..dim).map(|_| f32::from_bits(rng.below(1 << 23) as u32)).collect(),
         4 => (0..dim).map(|_| finite(bits(rng))).collect(),
-        // Values halfway between two codes.
+        // Multiples of 1/8, many of them halfway between two codes.
         5 => (0..dim).map(|_| rng.below(129) as f32 / 8.0 - 8.0).collect(),
         6 => {
             let positive = rng.unit() as f32 * 1e5;

@@ -145,8 +145,8 @@ impl<B: Backend> Session<B> {
     /// Drops the contents of the cache, and continues from the frozen text of any session.
     fn attach(&mut self, rng: &mut Rng, among: &Shelter<B>) {
         self.cache.abort();
-        // After the attachment, buffers that were allocated upfront belong to the cache again, unless it releases
-        // them.
+        // Without `release`, buffers that are allocated upfront become the cache's own again. The budget may refuse
+        // that.
         let keeps = rng.chance(0.5);
         let frees =
             !keeps || Answer::of(self.cache.clear(false).map(|()| Vec::new())) == Answer::Refused;

@@ -169,7 +169,7 @@ impl CellsBookkeeping {
 
     /// Creates a checkpoint of a sequence at `position`, or at the next anchor before it. If the sequence can still
     /// be rewound to that position, it is created at once, otherwise when a step reaches the position. Returns the
-    /// position.
+    /// position, or 0 if the cache allows no checkpoints.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
