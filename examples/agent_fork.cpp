@@ -306,7 +306,7 @@ class Fork {
         (loaded_ > 0 ? ", after " + std::to_string(loaded_) + " from the store"
                      : "") +
         "; " + runs + " would read " + std::to_string(apart) + ", " +
-        std::to_string(apart - prefill_tokens_) + " are spared");
+        std::to_string(apart - prefill_tokens_) + " are saved");
     say("cache: " + counted(positions, "position") + ", " +
         std::to_string(own) + " of them the branches' own, the longest of " +
         std::to_string(longest) + "; " + exact_bytes(memory.used) +

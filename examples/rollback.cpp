@@ -82,7 +82,7 @@ Result<void> check_same(
   };
   return Error(
       ETKV_ERROR_INTERNAL,
-      "check: the answer to \"" + title + "\" parts from itself at token " +
+      "check: the answer to \"" + title + "\" differs from itself at token " +
           std::to_string(at) + ": " + id(again) + " the second time, " +
           id(first) + " the first");
 }

@@ -78,7 +78,7 @@ class ReferenceDecoder {
     std::snprintf(
         told,
         sizeof(told),
-        "parts from reference decoding at token %zu: %lld for %lld, whose "
+        "differs from reference decoding at token %zu: %lld for %lld, whose "
         "logit is greater by %.3g; rounding explains %.3g",
         i,
         static_cast<long long>(id),
@@ -146,8 +146,8 @@ Result<void> check_end(
   if (ended && end + 1 != answer.ids.end()) {
     return differs(
         answer,
-        "goes on after the id that ends it, the " +
-            std::to_string(end - answer.ids.begin() + 1) + ". of " +
+        "continues after its eos token id, number " +
+            std::to_string(end - answer.ids.begin() + 1) + " of " +
             std::to_string(n));
   }
   if (ended != (*answer.stop == FinishReason::stop) ||

@@ -278,7 +278,7 @@ inline Result<std::vector<int64_t>> choose(
         ETKV_ERROR_INVALID_ARGUMENT,
         std::to_string(tokens.size()) + " tokens at " +
             std::to_string(positions.size()) +
-            " positions; expected 1 or more, one at each");
+            " positions; expected at least 1 token, and a position for each");
   }
   std::vector<int64_t> chosen(tokens.size());
   auto done = detail::run([&](etkv_error** error) {

@@ -21,15 +21,13 @@ namespace detail {
   if (error != nullptr) {
     std::fprintf(
         stderr,
-        "etkv: a Result was asked for its %s and has an error: %s: %s\n",
+        "etkv: read the %s of a Result that has an error: %s: %s\n",
         what,
         error->status_name(),
         error->message().c_str());
   } else {
     std::fprintf(
-        stderr,
-        "etkv: a Result was asked for its %s and has none: it succeeded\n",
-        what);
+        stderr, "etkv: read the %s of a Result that succeeded\n", what);
   }
   std::fflush(stderr);
   std::abort();
@@ -62,7 +60,8 @@ class [[nodiscard]] Result {
   explicit operator bool() const {
     static_assert(
         !std::is_same_v<U, bool>,
-        "a Result<bool> is no condition: take its answer with * or value_or()");
+        "a Result<bool> is not a condition: read its value with * or "
+        "value_or()");
     return has_value();
   }
   /// The same as has_value(), as in ExecuTorch's Result.

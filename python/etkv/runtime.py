@@ -324,7 +324,8 @@ class Program:
         if self.session is None:
             raise EtkvError(f"{self.path.name} was loaded without a session: pass one to etkv.load")
         if len(tokens) == 0 or len(tokens) != len(positions):
-            raise EtkvError(f"{len(tokens)} tokens at {len(positions)} positions; expected 1 or more, one at each")
+            given = f"{len(tokens)} tokens at {len(positions)} positions"
+            raise EtkvError(f"{given}; expected at least 1 token, and a position for each")
         for what, numbers, bits in (("token", tokens, 63), ("position", positions, 31)):
             for number in numbers:
                 if not -(2**bits) <= number < 2**bits:

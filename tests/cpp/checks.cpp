@@ -60,7 +60,8 @@ void right_and_wrong() {
     CHECK_REFUSED(
         refused,
         ETKV_ERROR_INTERNAL,
-        ("check: the answer to \"the answer\" parts from reference decoding at "
+        ("check: the answer to \"the answer\" differs from reference decoding "
+         "at "
          "token " +
          std::to_string(at))
             .c_str());
@@ -96,7 +97,7 @@ void ends() {
   CHECK_REFUSED(
       check_answers(model, {one}),
       ETKV_ERROR_INTERNAL,
-      "goes on after the id that ends it, the 12. of 13");
+      "continues after its eos token id, number 12 of 13");
 }
 
 /// An answer that ended at a full cache must have filled the cache, unless
@@ -245,7 +246,7 @@ void short_floats() {
       check_answers(
           model, {worst(text(7), 40, [](double best) { return best / 8.0; })}),
       ETKV_ERROR_INTERNAL,
-      "parts from reference decoding at token");
+      "differs from reference decoding at token");
   // Each id is close, but there are too many.
   CHECK_REFUSED(
       check_answers(

@@ -37,12 +37,12 @@ MISUSES = {
     "a Result<bool> as a condition": (
         "while (cache.can_extend()) {}",
         "while (cache.can_extend().value_or(false)) {}",
-        "a Result<bool> is no condition",
+        "a Result<bool> is not a condition",
     ),
     "a Result<bool> that is negated": (
         "if (!cache.can_extend()) return 1;",
         "if (!*cache.can_extend()) return 1;",
-        "a Result<bool> is no condition",
+        "a Result<bool> is not a condition",
     ),
     "a Result instead of its value": (
         "int32_t length = cache.length();",

@@ -147,7 +147,7 @@ void what_is_not_there() {
 
   const Result<int> found(3);
   const Result<void> fine;
-  words = "asked for its error";
+  words = "read the error of a Result";
   CHECK_HAS(ended_by([&] { (void)found.error(); }).c_str(), words);
   CHECK_HAS(ended_by([&] { (void)fine.error(); }).c_str(), words);
   CHECK(ended_by([&] { (void)*found; }).empty());

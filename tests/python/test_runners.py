@@ -299,7 +299,7 @@ def test_a_fork_costs_only_the_branches_own_positions(llama):
     """Eight branches share a context of 1024 tokens, which is read once and held once."""
     done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-tokens", 16)
     (prefill,) = re.findall(
-        r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are spared$", done.stderr, re.M
+        r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are saved$", done.stderr, re.M
     )
     read, shared, apart, spared = map(int, prefill)
     assert shared >= 1024
@@ -330,7 +330,7 @@ def position_bytes(program: Program) -> int:
     return config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * keys_and_values * float32
 
 
-PREFILL = r"^prefill: (\d+) tokens, (\d+) of them shared; (\d+) runs? would read (\d+), (\d+) are spared$"
+PREFILL = r"^prefill: (\d+) tokens, (\d+) of them shared; (\d+) runs? would read (\d+), (\d+) are saved$"
 
 
 def test_a_fork_loads_the_context_that_an_earlier_process_has_read(llama, tmp_path):

@@ -34,7 +34,7 @@ fn a_subscriber_of_the_application_stays_the_one() {
                 etkv_set_log_callback(c"debug".as_ptr(), Some(ignore), null_mut(), &mut error);
             assert_eq!(status, 9);
             let message = CStr::from_ptr(etkv_error_message(error)).to_str().unwrap();
-            assert!(message.contains("has a subscriber of `tracing` already"), "{message}");
+            assert!(message.contains("already has a `tracing` subscriber"), "{message}");
             etkv_error_free(error);
         }
     }

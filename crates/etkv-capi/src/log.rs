@@ -147,8 +147,8 @@ fn listen(text: &str, listener: Listener) -> Result<()> {
     if tracing::subscriber::set_global_default(subscriber).is_err() {
         fail!(
             Unsupported,
-            "this process has a subscriber of `tracing` already, set by Rust; a process has one: \
-             take etkv's spans and events from that"
+            "this process already has a `tracing` subscriber, set by Rust code, and can have only one: \
+             receive etkv's spans and events from it"
         );
     }
     *LISTENER.write() = Some(listener);

@@ -31,7 +31,7 @@ impl Program {
         if n == 0 || positions.len() != n {
             fail!(
                 InvalidArgument,
-                "{n} tokens at {} positions; expected 1 or more, one at each",
+                "{n} tokens at {} positions; expected at least 1 token, and a position for each",
                 positions.len()
             );
         }
