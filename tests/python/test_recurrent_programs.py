@@ -174,7 +174,7 @@ def test_a_branch_that_begins_at_a_checkpoint(model):
     with model.session(SeqSession) as session, model.load(session) as program:
         assert session.seq_mark(0, 100) == BLOCK
         run(program, text, 0, PROMPT, 0)
-        with pytest.raises(PositionError, match="sequence 1 would go on at 100"):
+        with pytest.raises(PositionError, match="sequence 1 would continue at 100"):
             session.seq_cp(0, 1, 0, 100)
         assert session.sequences() == [0]
         session.seq_cp(0, 1, 0, BLOCK)
@@ -247,11 +247,11 @@ def test_positions_that_are_not_reachable(model, kind):
         at = session.rewindable_to()
         assert at == 3 * BLOCK
         for position, words in (
-            (100, f"it can go on at {at} or later, or at 64"),
-            (at - 1, f"it can go on at {at} or later, or at 64"),
-            (BLOCK - 1, f"it can go on at {at} or later"),
+            (100, f"it can continue at {at} or later, or at 64"),
+            (at - 1, f"it can continue at {at} or later, or at 64"),
+            (BLOCK - 1, f"it can continue at {at} or later"),
         ):
-            with pytest.raises(PositionError, match=f"would go on at {position}, but the .*recurrent .*; {words}$"):
+            with pytest.raises(PositionError, match=f"would continue at {position}, but the .*recurrent .*; {words}$"):
                 session.rewind(position)
             assert session.reachable(position) == (BLOCK if position >= BLOCK else 0)
         with pytest.raises(PositionError, match="261"):

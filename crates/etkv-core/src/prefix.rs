@@ -194,7 +194,7 @@ impl Prefix {
             Ok(rows) => Ok(rows),
             Err(_) => fail!(
                 InvalidArgument,
-                "the prefix lies in storage of the backend {}, this cache is of {}",
+                "the prefix is in storage of the backend {}, this cache in storage of {}",
                 self.backend,
                 S::NAME
             ),

@@ -298,8 +298,8 @@ impl ContiguousBookkeeping {
         if length < least && length != 0 {
             fail!(
                 Position,
-                "cannot rewind to length {length}: the window layers have dropped what a query \
-                 there sees; rewind to 0, or to {least} or more"
+                "cannot rewind to length {length}: the window layers have dropped positions \
+                 that a query there sees; rewind to 0, or to {least} or more"
             );
         }
         Ok(())

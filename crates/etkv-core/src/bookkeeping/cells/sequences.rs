@@ -105,8 +105,8 @@ impl CellsBookkeeping {
         if end < least {
             fail!(
                 Position,
-                "sequence {target} would go on at {end}, but the {} layers have dropped \
-                 what a query there sees; it can go on at {least} or later{}",
+                "sequence {target} would continue at {end}, but the {} layers have dropped \
+                 positions that a query there sees; it can continue at {least} or later{}",
                 self.forgetful(),
                 match self.checkpoints.below(source, end).filter(|_| begins) {
                     None => String::new(),
@@ -171,8 +171,8 @@ impl CellsBookkeeping {
                     }
                     fail!(
                         Position,
-                        "sequence {sequence} would go on at {next}, but the {} layers have \
-                         dropped what a query there sees; it can go on at {least} or later{}",
+                        "sequence {sequence} would continue at {next}, but the {} layers have dropped \
+                         positions that a query there sees; it can continue at {least} or later{}",
                         self.forgetful(),
                         match self.reachable(sequence, next)? {
                             0 => String::new(),
@@ -211,7 +211,7 @@ impl CellsBookkeeping {
         if length < 0 || length > next {
             fail!(
                 Position,
-                "cannot rewind to length {length}: the sequence goes on at position {next}"
+                "cannot rewind to length {length}: the next position of the sequence is {next}"
             );
         }
         // Otherwise the sequence would continue at another position than `length`.
