@@ -121,7 +121,7 @@ fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
     match fs::write(&path, text) {
         Ok(()) => Some(line),
         Err(error) => {
-            warn!(%error, file = named, "a kernel's calls take longer: its text cannot be a file");
+            warn!(%error, file = named, "a kernel's calls take longer: its text cannot be written to a file");
             None
         }
     }

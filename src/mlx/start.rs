@@ -139,7 +139,7 @@ fn default_device() -> Result<Device> {
         Ok("gpu") => match device.get_type()? {
             DeviceType::Gpu => Ok(device),
             DeviceType::Cpu => {
-                Err(Error::new(Status::Unsupported, "ETKV_DEVICE is gpu, but this MLX has none"))
+                Err(Error::new(Status::Unsupported, "ETKV_DEVICE is gpu, but this MLX has no GPU"))
             }
         },
         Ok(other) => Err(Error::new(

@@ -87,7 +87,7 @@ pub fn parts(plan: &RecurrentPlan, most: usize) -> Result<Vec<Work>> {
     }
     pending.flush(&mut parts);
     if made != plan.folds.len() {
-        fail!(Internal, "{} anchors are planned, {made} are made", plan.folds.len());
+        fail!(Internal, "{} anchors are planned, but {made} are computed", plan.folds.len());
     }
     Ok(parts)
 }

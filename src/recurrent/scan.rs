@@ -261,7 +261,7 @@ impl Step<'_> {
     /// Adds the next fold of the plan, a state `[k_heads, share, k_dim, v_dim]`. `fold` is its index.
     pub fn add_fold(&mut self, fold: usize, state: Array) -> Result<()> {
         if fold != self.folds.len() {
-            fail!(Internal, "fold {fold} is made after {} others", self.folds.len());
+            fail!(Internal, "fold {fold} is computed after {} others", self.folds.len());
         }
         self.folds.push(state);
         Ok(())

@@ -230,7 +230,7 @@ impl Prefix {
             fail!(
                 InvalidArgument,
                 "the windows of the prefix are for capacity {} and max_step_tokens {}, those of this cache for \
-                 {} and {}; make the cache with the same",
+                 {} and {}; make the cache with the same values",
                 found.capacity,
                 found.max_step_tokens,
                 config.capacity,
@@ -289,7 +289,7 @@ impl Prefix {
                 if cell != slot || (gap != dropped && !begins) {
                     fail!(
                         InvalidArgument,
-                        "position {position} of the prefix lies in cell {cell}, and a contiguous cache has \
+                        "position {position} of the prefix is in cell {cell}, and a contiguous cache has \
                          positions in the order of its slots; compact the cache before it is frozen"
                     );
                 }

@@ -126,7 +126,7 @@ impl Header {
             }
         }
         if let Some((name, _)) = self.tensors.get(expected.len()) {
-            fail!(File, "the file is damaged: it has a tensor {} too many", quoted(name));
+            fail!(File, "the file is damaged: it has an unexpected tensor {}", quoted(name));
         }
         Ok(())
     }

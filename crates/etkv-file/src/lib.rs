@@ -171,7 +171,7 @@ fn check_tokens(cache: &dyn Cache, tokens: &[i64]) -> Result<()> {
     if n > most {
         fail!(
             InvalidArgument,
-            "{n} token ids, the most for a cache with a capacity of {} is {most}",
+            "{n} token ids, the maximum for a cache with a capacity of {} is {most}",
             cache.capacity()
         );
     }

@@ -73,7 +73,7 @@ impl OpenFile {
         if header.n_tokens > max_token_ids {
             fail!(
                 Capacity,
-                "the file has {} token ids, the most for this cache is {max_token_ids}",
+                "the file has {} token ids, the maximum for this cache is {max_token_ids}",
                 header.n_tokens
             );
         }
@@ -156,7 +156,7 @@ impl Source {
     fn checksums(&mut self, n: usize) -> Result<Vec<Checksum>> {
         let bytes = n as u64 * checksum::BYTES as u64;
         if bytes > self.len {
-            fail!(File, "the file has {} bytes, {n} checksums take {bytes}", self.len);
+            fail!(File, "the file has {} bytes, but its {n} checksums need {bytes}", self.len);
         }
         self.go_to(self.len - bytes)?;
         let mut all = zeroed(bytes as usize)?;

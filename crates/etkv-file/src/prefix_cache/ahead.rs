@@ -152,7 +152,7 @@ impl ReadAhead {
         let refused = match thread.jobs.try_send(job) {
             Ok(()) => return Ok(true),
             Err(TrySendError::Full(job)) => {
-                debug!(target: TARGET, most = MAX_WAITING, "a text is not read ahead: others wait");
+                debug!(target: TARGET, most = MAX_WAITING, "a text is not read ahead: too many others wait");
                 job
             }
             Err(TrySendError::Disconnected(job)) => {

@@ -194,7 +194,7 @@ impl PrefixCache {
         let kept = match self.inner.keep(cache, &group, tokens) {
             // The text can still be written to the store.
             Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
-                debug!(target: TARGET, %error, "a text is in the store alone");
+                debug!(target: TARGET, %error, "a text is only in the store");
                 false
             }
             kept => kept?,

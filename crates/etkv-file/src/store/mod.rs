@@ -167,7 +167,7 @@ impl PrefixStore {
         let header = write::header_of(saving, labels, Some(reach.rewindable_to))?;
         let bytes = header.data_bytes().saturating_add(header.to_bytes()?.len() as u64);
         if bytes > self.max_bytes {
-            debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than its folder");
+            debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than the limit of its folder");
             return Ok(false);
         }
         let name = name_of(&group, tokens);
@@ -384,7 +384,7 @@ pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
         return;
     }
     if let Err(error) = cache.mark(i32::try_from(common).unwrap_or(i32::MAX)) {
-        debug!(target: TARGET, %error, common, "the place where two texts part is not marked");
+        debug!(target: TARGET, %error, common, "the position where two texts diverge is not marked");
     }
 }
 
@@ -405,7 +405,7 @@ pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
     if cache.length() != length {
         fail!(
             InvalidArgument,
-            "the cache holds {} positions up to {length}: some of the text were removed",
+            "the cache holds {} positions up to {length}: some positions of the text were removed",
             cache.length()
         );
     }
