@@ -172,7 +172,9 @@ def test_token_ids_are_bounded_before_memory_is_taken(kind, tmp_path):
         if kind is not etkv.DecodeSession:
             calls.append(lambda: session.seq_load(1, large, fingerprint="one"))
         for call in calls:
-            with pytest.raises(etkv.CapacityError, match=f"has {1 << 28} token ids, the maximum for this cache is {most}"):
+            with pytest.raises(
+                etkv.CapacityError, match=f"has {1 << 28} token ids, the maximum for this cache is {most}"
+            ):
                 call()
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
         session.save(real, tokens=[7] * most)
