@@ -123,7 +123,7 @@ pub(super) fn check_anchors(plan: &RecurrentPlan, anchors: &Stored) -> Result<()
         made += folds;
     }
     if made != plan.folds.len() {
-        fail!(Internal, "{} anchors are planned, {made} are made", plan.folds.len());
+        fail!(Internal, "{} anchors are planned, but {made} are computed", plan.folds.len());
     }
     Ok(())
 }
