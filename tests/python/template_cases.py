@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
 """Variables of the templates below."""
 
 CONSTRUCTS = Path(__file__).with_name("template_constructs.txt").read_text(encoding="utf-8").splitlines()
-"""One-line templates with the constructs of published templates. The last ones are refused."""
+"""One-line templates with the constructs of published templates. The last templates are refused."""
 
 LAYOUTS = (
     "  {% if t %}  \n  x\n  {% endif %}\ny\n",
@@ -44,7 +44,7 @@ LAYOUTS = (
     "{% for m in lod -%}\n  {{ m.n }}\n{% endfor -%}\n z",
     "{%+ if t %}x{% endif +%}\n",
 )
-"""Templates whose white space matters."""
+"""Templates for the rules of white space."""
 
 _TOOL = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""Wrong arguments and damaged files: a tool prints one clear line, ends with an exit status, and loses nothing."""
+"""Wrong arguments and damaged files: a tool prints one clear line, exits with a status, and loses nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(tool: Path, model: Path, folder: Path) -> list[object]:
 
 
 def refused(words: list[object], status: int, *told: object, **options) -> str:
-    """Run a tool that must end with ``status`` and one line that has each of ``told``. Return the line."""
+    """Run a tool that must exit with ``status`` and print one line that contains each of ``told``. Return the line."""
     done = reference.run(words, timeout=60, **options)
     assert done.returncode == status, (done.returncode, done.stderr)
     assert done.stdout == ""
@@ -107,7 +107,7 @@ def test_a_random_file_with_the_mark_of_a_program(tool, tmp_path):
 
 @TOOLS
 def test_truncated(tool, image, tmp_path):
-    """At every length, from the header to the last constant."""
+    """Programs are cut at many lengths, from the header to the last constant."""
     payload = image.index(b"MLX0")
     lengths = [9, 40, 64, 1000, payload - 4, payload + 100, payload + 8000, *range(20_000, len(image), 30_000)]
     for length in [*lengths, len(image) - 1000, len(image) - 64]:
@@ -146,7 +146,7 @@ def test_a_foreign_program(tool, folder, image, tmp_path, old, new, told):
 
 
 def replace_in_payload(image: bytes, old: bytes, new: bytes) -> bytes:
-    """Replace a name everywhere. Replace a constant's name in the delegate's payload only."""
+    """Replace a name everywhere. If it is the name of a constant, replace it only in the delegate's payload."""
     assert len(old) == len(new)
     if not old.startswith(b"layers."):
         return image.replace(old, new)
@@ -164,7 +164,7 @@ def payload_range(image: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-qwen3", "bf16", "4w")], ids=str)
 def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
-    """With some bytes of the delegate's payload changed, the program runs, or the tool says why not. It never hangs."""
+    """If bytes of the delegate's payload change, the program runs, or the tool reports the reason. It never hangs."""
     image = programs[variant].path.read_bytes()
     start, end = payload_range(image)
     rng = random.Random(seed)
@@ -251,7 +251,7 @@ def test_chat_with_a_prompt_longer_than_the_capacity(model, capacity):
 def test_forward_with_a_prompt_longer_than_the_capacity(model, tmp_path):
     ids = write_ids(tmp_path, "60 " * 10)
     refused([FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9], FAILED, "10 positions", "capacity is 9")
-    # In chunks: the second chunk does not fit.
+    # The second chunk does not fit.
     words = [FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9, "--chunk", 6]
     refused(words, FAILED, "4 tokens from position 6", "10 positions", "capacity is 9")
 
@@ -300,7 +300,7 @@ def test_logits_that_cannot_be_written(model, ids_file):
 
 
 def test_a_chunk_above_that_of_the_program_is_cut(programs, model):
-    """A step never has more tokens than the program takes, whatever the option says."""
+    """A step has no more tokens than the program's limit, even if the option is larger."""
     program = programs[Variant("tiny-llama")]
     prompt = [60 + i % 20 for i in range(2 * CHUNK + 3)]
     expected = reference.forward(program, prompt, decode=4).ids
@@ -331,7 +331,7 @@ def answer_ids(output: str) -> list[list[int]]:
 
 
 def test_a_conversation_goes_on_after_a_refusal(model):
-    """A prompt that does not fit and an unknown command do not change the cache, nor later answers."""
+    """A prompt that does not fit, and an unknown command, change neither the cache nor later answers."""
     words = [CHAT, "--model", model, "--capacity", 120, "--max-tokens", 5, "--ids"]
 
     def converse(*lines: str):

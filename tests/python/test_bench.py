@@ -1,4 +1,4 @@
-"""`make bench`: medians, ratios, tables and reports of given values, and a short run of its topics on a tiny
+"""`make bench`: medians, ratios, tables and reports of known values, and a short run of its topics on a tiny
 program.
 """
 
@@ -29,7 +29,7 @@ SHELL = ["/bin/sh", "-c"]
 
 
 def results(**values):
-    """Return results whose rounds report these numbers as `x`."""
+    """Return results whose rounds have these values of `x`."""
     return Results({name: [{"x": value} for value in rounds] for name, rounds in values.items()})
 
 
@@ -147,7 +147,7 @@ def test_a_table_as_markdown():
 
 
 def a_report():
-    """Return a report with every kind of plot, some without measured values."""
+    """Return a report with every kind of plot, also plots without measured values."""
     bars = [Panel("left", ["128", "2,048"], "context", "tokens/s", {"a": [1.0, None], "b": [2.0, 3.0]})]
     wide = [Panel("", ["affine4g64", "f16"], "", "MiB", {"MiB": [1.0, 2.0]})]
     lines = [Panel("", [1, 2, 64], "sequences", "tokens/s", {"a": [1.0, None, 900.0], "b": [None, None, None]})]

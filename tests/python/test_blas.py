@@ -1,4 +1,4 @@
-"""MLX's CPU build multiplies matrices by OpenBLAS, from C++ and Python, unless a variable says otherwise."""
+"""MLX's CPU build multiplies matrices with OpenBLAS, from C++ and Python, unless an environment variable forbids it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accel
 
 OURS = "libetkv_blas.so"
 NOWHERE = "/nowhere/libscipy_openblas.so"
-"""A path without a library."""
+"""A path at which there is no library."""
 HALF = [Variant("tiny-llama", "f16"), Variant("tiny-gemma3", "bf16")]
 PYTHON = """
 import etkv
@@ -62,7 +62,7 @@ def test_python_multiplies_by_it_as_well(blas):
 
 
 def test_mlx_calls_openblas():
-    """The linker tells which library a symbol came from."""
+    """The dynamic linker reports from which library a symbol came."""
     done = run([sys.executable, "-c", PYTHON], LD_DEBUG="bindings")
     bound = [line for line in done.stderr.splitlines() if "libmlx.so" in line and "`cblas_sgemm'" in line]
     assert bound

@@ -1,4 +1,4 @@
-"""Buffers that a program keeps between calls: zeros at first, one set for each load, zeros after a reset."""
+"""Buffers that a program keeps between calls are zeros at first and after a reset. Each load has separate buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, PLACES = 3, 4
 
 
 class Ring(torch.nn.Module):
-    """Adds ``x`` to the row at ``place`` of a ring. Returns all rows, and the number of calls."""
+    """Adds ``x`` to row ``place`` of a ring. Returns all rows, and the number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_buffers_are_kept_over_a_hundred_calls(program):
         assert fresh[0].sum() == WIDTH
         loaded.reset_buffers()
         assert all(map(torch.equal, execute(loaded, ones, 2), fresh))
-        # The other program went on.
+        # The buffers of the other program were not reset.
         assert execute(other, ones, 2)[1].tolist() == [2] * WIDTH
 
 

@@ -35,7 +35,7 @@ def loaded(model):
 
 @pytest.fixture
 def steps(loaded, monkeypatch):
-    """Return a list of functions. The n-th is called after the n-th step of a prompt."""
+    """Return a list of functions, of which the n-th is called after the n-th step of a prompt."""
     waiting: list = []
 
     def then(made):
@@ -50,7 +50,7 @@ def steps(loaded, monkeypatch):
 
 
 def nothing() -> None:
-    """Let a step pass."""
+    """Do nothing after a step."""
 
 
 def ctrl_c() -> None:
@@ -79,7 +79,7 @@ def test_the_read_part_of_a_prompt_stays(loaded, expected, steps, how):
     else:
         assert list(answer) == []
         assert answer.finish_reason == "cancelled"
-    # The device may have run a step whose token Python has not received.
+    # The device may have run one more step, whose token Python has not received. The cache does not include it.
     assert loaded.session.length == answer.read_tokens == 2 * CHUNK
     assert answered(loaded, LONG[answer.read_tokens :]) == expected
 
@@ -142,7 +142,7 @@ def test_an_answer_that_is_cancelled_within_a_step_goes_on(loaded, monkeypatch, 
     monkeypatch.setattr(_device.DeviceAnswer, "next", cancelling(_device.DeviceAnswer.next))
     monkeypatch.setattr(loaded, "last_row", cancelling(loaded.last_row))
     taken = list(answer)
-    # If the first step is the prompt's, the prompt goes on.
+    # If the first step is that of the prompt, the rest continues the prompt.
     rest = (prompt + taken)[loaded.session.length :]
     assert len(rest) == 1
     assert answer.cached_tokens == max(0, len(taken) - 1)
@@ -224,7 +224,7 @@ print("whole")
 
 
 def test_a_program_that_another_thread_closes_ends_its_answers(model):
-    """This runs in its own process: a read of freed memory would end it."""
+    """The test has its own process, because a read of freed memory would crash it."""
     done = reference.run([sys.executable, "-c", _CLOSED, model.path])
     assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr
 

@@ -49,7 +49,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def draft(tiny):
-    """Return the program of a tiny model's second layer, which takes the first layer's hidden states."""
+    """Return the program of a tiny model's second layer, which reads the first layer's hidden states."""
     made = draft_request()
     reference.export([made])
     return made.output
@@ -65,7 +65,7 @@ def draft_request() -> ExportRequest:
 
 @pytest.mark.parametrize("variant", FAMILIES, ids=str)
 def test_ids_equal_those_of_transformers(programs, variant):
-    """Through a prompt in chunks and a token a step after it."""
+    """A prompt runs in chunks, and then one token a step."""
     program = programs[variant]
     prompt = IDS[:PROMPT]
     ids, rows = cpu_programs.greedy(program.path, prompt, DECODE)
@@ -76,7 +76,7 @@ def test_ids_equal_those_of_transformers(programs, variant):
 
 @pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
 def test_windows(programs, model):
-    """Texts much longer than a window of 64, in every layer and in the first only."""
+    """Texts are much longer than the windows of 64, which are in every layer or only in the first."""
     program = programs[Variant(model)]
     prompt = IDS[:150]
     ids, rows = cpu_programs.greedy(program.path, prompt, 60)
@@ -87,18 +87,18 @@ def test_windows(programs, model):
 
 @pytest.mark.parametrize("step", [1, 64])
 def test_steps_of_any_length(programs, step):
-    """A token a step, or as many as the program takes: 64, then the rest."""
+    """Steps have one token, or the program's maximum of 64 tokens and then the rest."""
     program = programs[LLAMA]
     (rows,) = cpu_programs.run(program.path, IDS[:100], step=step)
     np.testing.assert_allclose(rows, reference.logits(reference.load_hf(program.hf), IDS[:100]), atol=1e-4)
 
 
 def test_quantized(programs, tiny, tmp_path):
-    """8da4w against the same model in PyTorch: weights in 4 bits, activations in 8 bits.
+    """8da4w against the same model in PyTorch, with weights in 4 bits and activations in 8 bits.
 
-    Both round the same activations, but sums in another order round some of them to the next of 255 values. The two
-    differ by less than the error of rounding activations, which is the difference between PyTorch's answers and float32
-    answers on the same weights. That error is less than the error of rounding the weights.
+    Both round the same activations, but sums in another order round some activations to an adjacent value of 255. So
+    the two differ, by less than the error of rounding activations: the difference between PyTorch's logits and float32
+    logits with the same weights. That error in turn is less than the error of rounding the weights.
     """
     from etkv.export.cpu import linears
     from etkv.export.packing import Packing
@@ -123,7 +123,7 @@ def test_quantized(programs, tiny, tmp_path):
 
 
 def test_weights_in_bfloat16(programs):
-    """As transformers computes them in float32, from weights that are rounded to bfloat16."""
+    """Logits equal those of transformers in float32 with weights that are rounded to bfloat16."""
     program = programs[BFLOAT16]
     ids, rows = cpu_programs.greedy(program.path, IDS[:PROMPT], DECODE)
     model = reference.load_hf(program.hf)
@@ -139,7 +139,7 @@ def test_weights_in_bfloat16(programs):
     ("variant", "fmt"), [(QUANTIZED, WeightFormat("int4", 32)), (BFLOAT16, WeightFormat("bfloat16"))], ids=str
 )
 def test_a_tied_head_has_the_weights_of_the_embedding(programs, tiny, variant, fmt):
-    """They are in the file once, and calls of both read them."""
+    """The weights are in the file once, and the calls of the head and of the embedding read them."""
     path = programs[variant].path
     model = reference.load_hf(tiny("tiny-llama"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -155,7 +155,7 @@ def test_a_tied_head_has_the_weights_of_the_embedding(programs, tiny, variant, f
 
 
 def test_the_last_row_only(programs):
-    """A program of all rows, loaded for the last row, returns one row a step. The row equals the last of all rows."""
+    """A program of all rows, loaded for the last row, returns one row a step, which equals the last of all rows."""
     path = programs[LLAMA].path
     (every,) = cpu_programs.run(path, IDS[:90])
     (last,) = cpu_programs.run(path, IDS[:90], logits="last")
@@ -164,7 +164,9 @@ def test_the_last_row_only(programs):
 
 
 def test_hidden_states_are_outputs_of_layers(programs):
-    """They are in the requested order, before the final norm for the last layer, with every row for any ``logits``."""
+    """Hidden states are in the requested order, with every row for any ``logits``. Those of the last layer are before
+    the final norm.
+    """
     program = programs[TAPPED]
     assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]
     first, second = hidden_states(program.hf, IDS[:90], 2)
@@ -176,7 +178,7 @@ def test_hidden_states_are_outputs_of_layers(programs):
 
 
 def test_a_program_of_the_last_row_only(programs):
-    """The program returns one row a step however it is loaded, and hidden states of every token."""
+    """With any load option, the program returns one row of logits a step, and hidden states of every token."""
     program = programs[LAST_ROW]
     assert pte.constant_methods(program.path)["get_logits_rows"] == 1
     (expected,) = hidden_states(program.hf, IDS[:90], 1)
@@ -197,7 +199,7 @@ def test_a_draft_on_hidden_states_of_the_model_is_the_model(draft, tiny):
 
 
 def test_a_draft_predicts_unknown_hidden_states(draft, tiny):
-    """It returns the predicted hidden states of the last tokens, and continues from them."""
+    """A draft returns the predicted hidden states of the last tokens, and continues from them."""
     model = reference.load_hf(tiny("tiny-gemma3"))
     ids = IDS[:90]
     own, known = first_hidden_states(model, ids), torch.ones(1, len(ids), 1)
@@ -217,7 +219,7 @@ def test_a_draft_predicts_unknown_hidden_states(draft, tiny):
 
 @pytest.mark.parametrize(("variant", "scale"), [(LLAMA, 16**-0.5), (LAST_ROW, 24**-0.5)], ids=str)
 def test_payloads_of_calls(programs, variant, scale):
-    """There is one for each layer, in order, and one for the rows of logits unless the export has chosen them."""
+    """There is a payload for each layer, in order, and one for the rows of logits unless the export selects them."""
     payloads = list(map(json.loads, PteFile(programs[variant].path).cpu_payloads()))
     calls = [payload for payload in payloads if payload["op"] == "update_and_attend"]
     others = [payload for payload in payloads if payload["op"] != "update_and_attend"]
@@ -241,16 +243,18 @@ def test_all_calls_of_a_program_have_its_name(programs):
 
 @pytest.mark.parametrize("variant", [*FAMILIES, QUANTIZED], ids=str)
 def test_nodes_between_two_calls_are_one_delegate(programs, variant):
-    """The angles are before the first call, where a kernel concatenates two halves. The head is after the last call."""
+    """The rotary angles are before the first call, where a kernel concatenates two halves. The head is after the last
+    call.
+    """
     file = PteFile(programs[variant].path)
     n_layers = pte.constant_methods(programs[variant].path)["kv_cache.n_layers"]
     count = file.delegates["forward"].count("XnnpackBackend")
     if variant.model == "tiny-phi3":
-        # Kernels split its joint products: queries, keys and values, and gate and up.
+        # Kernels split the joint products: queries, keys and values, and gate and up.
         assert count == 4 * n_layers
     elif variant.quantize:
-        # Products are calls too. Between those of a layer are a norm, the rotation, the order of heads, a norm, and the
-        # activation.
+        # Products are calls too. Between the calls of a layer there are five delegates: a norm, the rotation, the
+        # transposed heads, a norm, and the activation.
         assert count == 5 * n_layers + 1
     else:
         assert count == n_layers + 3

@@ -1,6 +1,6 @@
-"""Damaged programs with every operation of ExecuTorch's exporter: each runs or is refused.
+"""Damaged programs with every operation of ExecuTorch's exporter: each program runs or is refused.
 
-``make fuzz-programs`` runs more of them, with other seeds.
+``make fuzz-programs`` runs more programs, with other seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_damaged_programs_of_every_operation():
     assert ended.returncode == 0, ended.stdout
     told = re.search(rf"{PROGRAMS} damaged programs, .*", ended.stdout)
     assert told, ended.stdout
-    # Some damage must be refused and some must not, or the test would show nothing.
+    # The test is only meaningful if some damage is refused and some is not.
     for count in (r"(\d+) ran", r"(\d+) were refused when loaded", r"(\d+) when run"):
         assert int(re.search(count, told[0])[1]) > PROGRAMS // 20, told[0]
     reference.note(told[0])

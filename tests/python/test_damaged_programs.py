@@ -1,7 +1,7 @@
-"""Damage anywhere in a program, also in parts that ExecuTorch reads: the program runs or is refused, and ends no
-process.
+"""Damage anywhere in a program, including the parts that ExecuTorch reads: the program runs or is refused, and does not
+crash the process.
 
-Each damaged copy has its own process. ``ETKV_DAMAGED_COPIES`` is their number for each runner.
+Each damaged copy runs in its own process. ``ETKV_DAMAGED_COPIES`` is the number of copies for each runner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reference import FORWARD, Program, Variant
 
 COPIES = int(os.environ.get("ETKV_DAMAGED_COPIES", "300"))
 SECONDS = 60
-"""A process that takes longer hangs."""
+"""Seconds after which a process counts as hung."""
 RAN, REFUSED, HANGS = 0, 1, "hangs"
 
 EXECUTORCH = (
@@ -33,8 +33,8 @@ EXECUTORCH = (
     r"std::bad_alloc",
     r"pybind11::error_already_set'\s+what\(\):  UnicodeDecodeError",
 )
-"""The ways in which ExecuTorch itself ends a process, as docs/programs.md lists them: an assertion, an exception from
-its functions, and a log line of its Python module that is not text."""
+"""The known ways in which ExecuTorch itself crashes a process, see docs/programs.md: an assertion, an exception from
+its functions, and a log line of its Python module that is not UTF-8."""
 
 PROGRAMS = [Variant("tiny-llama"), Variant("tiny-qwen3", "bf16", "4w")]
 
@@ -46,9 +46,7 @@ def programs() -> dict[Variant, Program]:
 
 @contextlib.contextmanager
 def judged(image: bytes, what: str) -> Iterator[list[tuple[damage.Copy, int | str, str]]]:
-    """Yield a list for the outcome of each copy. At the end, every copy that ended its process must have done so in a
-    known way.
-    """
+    """Yield a list for the outcomes of copies. At the end, check that every crash is a known one."""
     found: list[tuple[damage.Copy, int | str, str]] = []
     yield found
     assert len(found) == COPIES
@@ -58,7 +56,7 @@ def judged(image: bytes, what: str) -> Iterator[list[tuple[damage.Copy, int | st
         if status not in (RAN, REFUSED) and not (own and status != HANGS):
             ours.append(f"{copy}: {status}\n{said[-1000:]}")
     assert not ours, f"{len(ours)} of {COPIES} copies\n" + "\n".join(ours[:20])
-    # Some damage must be refused and some must not, or the test would show nothing.
+    # The test is only meaningful if some damage is refused and some is not.
     count = collections.Counter((copy.region, status) for copy, status, _ in found)
     assert all(count[region, REFUSED] for region in damage.REGIONS), count
     assert count["tables", RAN] and count["payload", RAN] and count["segments", RAN], count
@@ -71,7 +69,7 @@ def test_in_the_runner(programs, tmp_path, variant):
     image = programs[variant].path.read_bytes()
     ids = tmp_path / "ids.txt"
     ids.write_text("60 61 62")
-    # ExecuTorch's own messages count too. An impossible allocation must fail at once.
+    # Show ExecuTorch's own messages too. The limit of memory makes an impossible allocation fail at once.
     limited = ["sh", "-c", 'ulimit -c 0; ulimit -v 8000000; exec "$@"', "sh"]
 
     def use(number: int) -> tuple[damage.Copy, int | str, str]:

@@ -1,4 +1,4 @@
-"""Checks of the pages: the runner in README, links, and the tool with which tests/package runs docs/python.md."""
+"""Checks of the pages: the runner in README, the links, and the tool with which tests/package runs docs/python.md."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_links_of_the_pages_lead_to_files():
 
 
 def headings(page):
-    """Return the anchors that GitHub gives the headings of `page`."""
+    """Return the anchors of the headings of `page`, as GitHub generates them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""Drafts that are fed with hidden states: the last layers of a model, on known or predicted input."""
+"""Drafts that read hidden states: the last layers of a model, with known or predicted input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = list(STORY.encode())[:90]
 
 @pytest.fixture(scope="module")
 def few_texts():
-    """Fit predictors on few texts."""
+    """Reduce the number of texts on which predictors are fitted."""
     from etkv import _mlx_serialization
 
     _mlx_serialization.ensure_available()
@@ -117,7 +117,7 @@ def test_a_draft_has_the_sinks_and_the_softcap_of_its_model(name, tmp_path, few_
 
 
 def test_the_predictor_is_the_best_linear_one(tiny, monkeypatch):
-    """Another solver finds the same least squares, over all tokens but the first four of each text."""
+    """Another solver finds the same least-squares solution, over all tokens except the first four of each text."""
     from etkv.export import draft, source
     from etkv.export.progress import Progress
 

@@ -1,4 +1,4 @@
-"""Runners with drafts that are fed with hidden states: the answers equal reference decoding."""
+"""Runners with drafts that read hidden states: the answers equal reference decoding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for widt
 
 
 def pair(name: str, **options: object) -> tuple[Program, Program]:
-    """Return a target of two layers whose first is tapped, and the draft made of the second."""
+    """Return a model of two layers with a tap on the first, and the draft of the second layer."""
     return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
 
 
 def check(programs: tuple[Program, Program], *options: object) -> str:
-    """Return the runner's output, after its check against reference decoding."""
+    """Return the runner's output. The runner checks its answers against reference decoding."""
     target, draft = programs
     done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
@@ -45,7 +45,7 @@ def test_in_few_bits(kv_format):
 
 
 def test_a_draft_of_small_steps():
-    """Prompts exceed the draft's step, and levels of a tree have no more nodes than that step."""
+    """Prompts are longer than the draft's step, and levels of a tree have no more nodes than the step."""
     said = check(pair("tiny-llama", prefill_chunk=4), "--max-tokens", 48, "--depth", 2, "--width", 8)
     counts = [float(found) for found in re.findall(r"of ([\d.]+) draft tokens", said)]
     assert len(counts) == 3
@@ -54,12 +54,12 @@ def test_a_draft_of_small_steps():
 
 @only_long
 def test_a_draft_of_another_model():
-    """If all sizes are equal, the runner cannot detect it. The answers are still right."""
+    """If all sizes are equal, the runner cannot detect the wrong draft. The answers are still right."""
     check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
 
 
 def test_at_capacity():
-    """The answer ends with a message, and its tokens are right."""
+    """At the end of the cache the answer ends with a message, and its tokens are right."""
     said = check(pair("tiny-llama"), "--max-tokens", 64, "--capacity", 110)
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
@@ -106,7 +106,7 @@ def test_memory_returns_to_where_it_was():
     ids=["none", "another layer's"],
 )
 def test_a_target_that_does_not_give_the_hidden_states(options, gives):
-    """The message names the layer, and the option that returns its hidden states."""
+    """The message names the layer, and the export option that returns its hidden states."""
     draft = pair("tiny-llama")[1]
     refused(
         command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),

@@ -52,7 +52,7 @@ def test_eos_token_ids_are_those_of_transformers_and_of_the_tokenizer(model, tmp
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     expected = hf.generation_config.eos_token_id
     if expected is None:
-        # transformers would not stop at all.
+        # transformers would never stop. The exporter uses the id of the configuration, or the default of its class.
         expected = 1 if of_config is ABSENT else of_config
     expected = expected if isinstance(expected, list) else [expected]
     found = source.generation_settings(source.find(tmp_path), hf, tokenizer)
@@ -84,7 +84,7 @@ def _set(settings: dict[str, Any], value: Any) -> None:
     [{}, {"add_bos_token": True}, {"add_prefix_space": True}, {"legacy": False}, {"split_special_tokens": True}],
 )
 def test_the_exported_tokenizer_reads_as_the_models_own(tmp_path, made, tokenizer_class, settings):
-    """Some classes of transformers make another tokenizer than tokenizer.json describes."""
+    """Some tokenizer classes of transformers differ from their tokenizer.json."""
     folder = tmp_path / "model"
     folder.mkdir()
     tokenizers_made.made()[made]().save(str(folder / "tokenizer.json"))

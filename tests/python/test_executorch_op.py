@@ -23,8 +23,8 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_all_of_them_pass():
-    """They run in a process that has not registered ExecuTorch's op. Every test of the file counts: none is omitted or
-    skipped. ``executorch_adapter.py`` lists what it translates.
+    """The tests run in a process without ExecuTorch's op. No test of the file is omitted or skipped.
+    ``executorch_adapter.py`` lists the differences that it translates.
     """
     spec = importlib.util.find_spec("executorch")
     file = next(

@@ -21,11 +21,11 @@ _GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_pe
 
 MODELS = {
     "qwen3": ("qwen3_moe", _MANY),
-    # Shared experts, with a gate.
+    # Gated shared experts.
     "qwen2": ("qwen2_moe", _MANY),
-    # Groups of experts, of which some are chosen first.
+    # Experts in groups: the router first chooses groups.
     "glm4": ("glm4_moe", _GROUPS),
-    # A square of ReLU without a gate, beside Mamba-2.
+    # A squared ReLU without a gate, and Mamba-2 layers.
     "nemotron-h": (
         "nemotron_h",
         {**_GROUPS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
@@ -44,7 +44,7 @@ MODELS = {
     # Latent attention.
     "deepseek": ("deepseek_v3", _GROUPS),
 }
-"""Name -> family of transformers, and what its tiny form changes."""
+"""Name -> family of transformers, and changes to the settings of its tiny model."""
 
 NAMES = list(MODELS) if EVERYTHING else ["qwen3", "nemotron-h"]
 QUANTIZED = [("qwen3", "8da4w")]
@@ -73,7 +73,7 @@ def quantized(request) -> TinyProgram:
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession])
 def test_ids_are_those_of_transformers(model, kind):
-    """A prompt in chunks, and greedy ids after it."""
+    """A prompt runs in chunks, and greedy ids follow."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
         found = decode(program, text, PROMPT, DECODED)
@@ -83,7 +83,7 @@ def test_ids_are_those_of_transformers(model, kind):
 
 
 def test_a_batch_of_sequences(model):
-    """Three prompts of other lengths, decoded in the same steps."""
+    """Three prompts of different lengths are decoded in the same steps."""
     lengths, steps = (150, 64, 7), 20
     texts = [ids(length + steps, factor) for length, factor in zip(lengths, (37, 41, 43), strict=True)]
     with model.session(SeqSession) as session, model.load(session) as program:
@@ -114,8 +114,8 @@ def test_branches_of_a_fork(model):
 
 
 def test_quantized_programs_compute_with_the_weights_that_they_keep(quantized):
-    """The reference has the dequantized weights. A program rounds activations to 8 bits beside it, so most rows are
-    near, and in a few the router chooses another of two experts that are nearly equal.
+    """The reference has the dequantized weights. A program also rounds activations to 8 bits, so most rows are close.
+    In a few rows the router chooses the other of two experts with nearly equal scores.
     """
     text = ids(PROMPT)
     plain = reference.load_hf(quantized.request.keep_hf)
@@ -125,16 +125,16 @@ def test_quantized_programs_compute_with_the_weights_that_they_keep(quantized):
     errors = (found - expected).square().mean(dim=1).sqrt() / expected.std()
     assert float(errors.median()) < 0.1, errors
     if quantized.quantize == "8da8w":
-        # Weights in 8 bits are as near to those before as the rounding of activations.
+        # Rounding weights to 8 bits changes logits about as much as rounding activations.
         assert float(errors.median()) < 0.03
         return
-    # The weights before quantization are farther.
+    # The logits of the weights before quantization are farther away.
     from_float = (quantized.expected(text) - expected).square().mean(dim=1).sqrt() / expected.std()
     assert float(errors.median()) < float(from_float.median())
 
 
 def test_quantized_steps_of_any_length(quantized):
-    """The experts of a token do not depend on the others of its step."""
+    """The experts' outputs of a token do not depend on other tokens of its step."""
     text = ids(120)
     with quantized.session() as session, quantized.load(session) as program:
         chunks = run(program, text, 0, 120)

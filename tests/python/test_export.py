@@ -1,4 +1,4 @@
-"""Exports of tiny models: contents of the program, files beside it, refusals."""
+"""Exports of tiny models: contents of the program, other files, refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_program(programs, variant):
     dtype, quantize = reference.DTYPES[variant.dtype], variant.quantize
     config = json.loads((folder / "hf" / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    # Without layer types, a configuration's window is in every layer.
+    # Without layer types, every layer has the configuration's window.
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -78,7 +78,7 @@ def test_program(programs, variant):
     assert program["attention_layers"] == [{"layer": layer, "calls": 1} for layer in range(layers)]
     # Phi has no gate. Phi-3 joins several products.
     products = {"phi": 6, "phi3": 4}.get(config["model_type"], 7) * layers + 1
-    # Experts have two products of another kind. Their router is not quantized.
+    # Experts have two products of another kind, and their router is not quantized.
     mixtures = ops.count("GatherQmm" if quantize else "GatherMm") // 2
     assert mixtures == {"mixtral": layers, "qwen3_moe": layers - 1}.get(config["model_type"], 0)
     products -= 3 * mixtures
@@ -217,7 +217,7 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     [pytest.param(False, id="one folder for all", marks=only_long), pytest.param(True, id="beside a GGUF file")],
 )
 def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside):
-    """Program, weights and a GGUF model share a folder: nothing is exported again, and no input is lost."""
+    """If program, weights and a GGUF model share a folder, nothing is exported again, and no input is lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
     source_files = {file: file.read_bytes() for file in source.find(Path(model)).files()}
     request = ExportRequest(Path(model), tmp_path / "model.pte", keep_hf=tmp_path, layers=1)
@@ -226,7 +226,7 @@ def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside
     first = request.output.read_bytes()
     assert is_current(request)
     assert {file: file.read_bytes() for file in source_files} == source_files
-    # The new files beside the GGUF file do not affect what is read from it.
+    # The new files in the folder of the GGUF file do not change the model.
     export_program(request)
     assert is_current(request)
     assert request.output.read_bytes() == first
@@ -242,7 +242,7 @@ def test_companions_of_an_earlier_model_go(tiny, tmp_path):
 
 
 def test_every_end_token_is_known(tiny, tmp_path):
-    """Ids of the generation settings come first, then those of configuration and tokenizer."""
+    """Ids of the generation settings come first, then those of the configuration and the tokenizer."""
     folder = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps({"eos_token_id": [tiny_models.BOS, 300], "temperature": 0.6, "do_sample": True}))
@@ -296,7 +296,7 @@ def test_group_that_does_not_divide(tiny, tmp_path):
 
 
 def test_smallest_program_and_group_size(tiny, tmp_path):
-    """The least context and chunk, and a group size other than the default."""
+    """The minimum context and chunk, and a group size other than the default."""
     file = export_program(
         ExportRequest(
             model=tiny("tiny-llama"),
@@ -440,7 +440,7 @@ def _folder(path):
 
 
 def test_an_undelegated_operator_is_named(monkeypatch):
-    """The check itself, independent of what the wheel's backend supports."""
+    """Tests the check itself, independent of what the wheel's backend supports."""
     import operator
 
     from executorch.exir.delegate import executorch_call_delegate

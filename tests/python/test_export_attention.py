@@ -39,16 +39,16 @@ def _error(family: str, **changes) -> str:
 
 
 def test_caches_are_those_of_the_calls():
-    """They may differ from those that the configuration suggests."""
+    """Caches may differ from what the configuration suggests."""
     # JetMoE repeats its keys for each of two experts.
     assert _survey("jetmoe") == CacheLayout([4, 4], [16, 16], [16, 16], [0, 0], [0, 0])
     # Values are smaller than keys.
     assert _survey("minicpm3") == CacheLayout([4, 4], [24, 24], [16, 16], [0, 0], [0, 0])
-    # Sizes by layer, and a window in one of them.
+    # Sizes differ between layers, and one layer has a window.
     layout = _survey("gemma4_text", layer_types=["sliding_attention", "full_attention"])
     assert layout.windows == [24, 0]
     assert len(layout.head_dims) == 2
-    # A window that the configuration names and no mask has.
+    # The configuration has a window, but no mask has it.
     assert _survey("llama", sliding_window=64).windows == [0, 0]
 
 
@@ -97,7 +97,7 @@ def test_masks_other_than_causal_ones_and_windows():
         masks.sliding_window_bidirectional_mask_function(7),
     )
     found = [attention._window(mask) for mask in others]
-    # A union has the same parts as a window's mask, which is an intersection.
+    # A union of masks has the same parts as the mask of a window, which is an intersection.
     assert found == [None] * len(others)
     assert [attention._chunk(mask) for mask in others] == [None, 8, None, None, None, None]
     assert _error("bert").startswith("bert: its attention has a mask that is not causal, a sliding window or chunks")
@@ -130,7 +130,7 @@ def test_sinks_are_one_a_head():
     module, query = types.SimpleNamespace(is_causal=True), torch.zeros(1, 4, 2, 8)
     for name, sinks, shape in [
         ("sinks", torch.zeros(3), "[3]"),
-        # Of each token.
+        # Sinks for each token.
         ("sinks", torch.zeros(1, 4, 2, 1), "[1, 4, 2, 1]"),
         ("s_aux", torch.zeros(1, 4), "[1, 4]"),
     ]:
@@ -140,7 +140,7 @@ def test_sinks_are_one_a_head():
 
 
 def test_sinks_and_softcaps_reach_the_op(monkeypatch):
-    """The overload is called where one of them is given, and the op of ExecuTorch otherwise."""
+    """The overload is called if there are sinks or a softcap, and ExecuTorch's op otherwise."""
     called = []
     monkeypatch.setattr(attention._positions, "value", torch.arange(2))
     module, query = types.SimpleNamespace(is_causal=True, etkv_cache=3), torch.zeros(1, 4, 2, 8)
@@ -198,7 +198,7 @@ def test_a_program_that_differs_from_the_model_is_not_written(tiny, tmp_path, mo
 
 
 def test_which_programs_are_checked(tiny, monkeypatch):
-    """Small models are checked by default. The tokens go beyond a window if that is cheap."""
+    """Small models are checked by default, with more tokens than a window if that is cheap."""
     step = _step("mistral")
     layout = attention.survey(step, step.inputs(3), 256)
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)

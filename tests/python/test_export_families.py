@@ -1,4 +1,4 @@
-"""The families that ``python -m etkv.export --list`` prints, and the page of models: those that the sweep compared."""
+"""``python -m etkv.export --list`` and the page of models show the families that the sweep compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export keeps weights in files: their memory does not grow with the model, and nothing in them changes."""
+"""An export keeps weights in files, so its memory does not grow with the model. The weights do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from etkv.export import ExportRequest, Progress, export_program
 from etkv.export.progress import third_party_noise
 
 def held():
-    # Memory that is no file's, in kB. It has the code that was compiled, but not the libraries.
+    # Anonymous memory in kB, which includes compiled code but not libraries.
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 class Watching(Progress):
@@ -56,7 +56,7 @@ print((watching.most - watching.begin) * 1024, file=sys.stderr)
 @only_long
 @pytest.mark.long
 def test_an_export_needs_less_memory_than_its_weights(tmp_path):
-    """The weights take 300 MB. Quantized, ExecuTorch's steps would hold several copies of them."""
+    """The weights have 300 MB. Without streaming, ExecuTorch would hold several copies of the quantized weights."""
     from transformers import AutoModelForCausalLM
 
     sizes = {"vocab_size": 64_000, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
@@ -103,7 +103,7 @@ def test_released_pages_come_back_with_what_was_written(tmp_path):
 
 @linux
 def test_a_weight_that_was_changed_in_memory_is_not_read_again(tmp_path):
-    """A file of a model is mapped without writing to it: what was changed is in memory only."""
+    """The model's file is mapped without writing to it, so changes are only in memory."""
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}, file)
     with scratch.Scratch(tmp_path, [file]) as files, safe_open(file, "pt") as tensors:
@@ -138,7 +138,7 @@ def test_data_of_a_tensor_is_its_bytes(tmp_path):
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 64), (8, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_are_those_of_torchao(bits, group_size, dtype):
-    """A group of thousands may go on between two scales that are as good. The errors are the same."""
+    """For a group of thousands, two scales may be equally good. The errors are then the same."""
     from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_scale_only_hqq as choose
 
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,4 +1,5 @@
-"""The exporter refuses graphs in which a token reads others, or its place in the step, outside of the cache's ops."""
+"""The exporter refuses graphs in which a token depends on other tokens, or on its index in the step, outside of the
+cache's ops."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def _attention(x):
 
 
 def _value_mask(x):
-    """Keep the tokens whose value is large beside those of the others."""
+    """Keep the tokens whose value is large compared with other tokens."""
     size = x.square().mean(-1, keepdim=True)
     return x * (size >= size.mean(1, keepdim=True))
 
@@ -120,7 +121,7 @@ def test_an_op_with_positions_of_its_own():
     ids=str,
 )
 def test_models_whose_tokens_meet_in_the_cache(family, dtype):
-    """Rounding in half precision is no reason to refuse: the check computes in float32."""
+    """Rounding in half precision does not cause a refusal, because the check computes in float32."""
     _check(_step(family, dtype=dtype))
 
 
@@ -133,7 +134,7 @@ def test_a_context_beyond_the_positions_of_a_model():
 
 
 def test_outputs_of_which_some_are_infinite_are_compared():
-    """A model may rule out ids: their logits are minus infinity."""
+    """A model may exclude ids with logits of minus infinity."""
     step = _step()
     head = step.model.lm_head.forward
     step.model.lm_head.forward = lambda x: head(x).index_fill(-1, torch.tensor([3]), -torch.inf)

@@ -1,4 +1,4 @@
-"""Weights that a program would lack are refused by name. Weights without effect are ignored."""
+"""Weights that the program would not use are refused by name. Weights without effect are ignored."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_files_of_a_training_are_not_weights(folder):
 
 
 def _shard(folder, **changes: str) -> None:
-    """Split the checkpoint in two, with an index whose entries ``changes`` replaces."""
+    """Split the checkpoint into two files. ``changes`` replaces entries of the index."""
     loaded = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(loaded)}
@@ -141,7 +141,7 @@ def test_settings_of_a_quantization_that_the_weights_lack(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gguf"}}))
     assert "are quantized (gguf), but the exporter reads awq, " in _error(folder)
-    # Nothing is quantized, whatever the configuration says.
+    # No tensor is quantized, although the configuration has a quantization.
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
     _read(folder)
 

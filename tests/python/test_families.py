@@ -1,4 +1,4 @@
-"""Every family of the exporter: logits of all rows of a prompt in chunks, and of 32 later steps."""
+"""Logits of every family equal those of transformers: all rows of a prompt in chunks, and of 32 later steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reference import STORY, Program, Variant
 
 pytestmark = pytest.mark.long
 
-# test_model_precision has Qwen2, Llama and Qwen3 in other dtypes; test_windows has windows.
+# test_model_precision tests Qwen2, Llama and Qwen3 in other dtypes, and test_windows tests windows.
 VARIANTS = reference.chosen(
     [
         Variant("tiny-llama"),
@@ -76,7 +76,7 @@ def test_steps_on_cuda_are_those_of_known_decoders(programs, variant):
 def _error(variant: Variant, difference: np.ndarray) -> float:
     """Return the error of all rows, or of the median row for a mixture of experts.
 
-    If two experts are nearly equal for a token, a difference in the last bit decides which one the router takes.
+    If two experts have nearly equal scores for a token, a difference in the last bit decides which one is chosen.
     """
     if variant.model in tiny_models.MIXTURES:
         return float(np.median([reference.rms(row) for row in difference]))
@@ -85,7 +85,7 @@ def _error(variant: Variant, difference: np.ndarray) -> float:
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
 def test_the_last_row_only_is_the_same(programs, variant):
-    """A load for the last row omits the computation of other rows after the last layer's attention."""
+    """A program that is loaded for the last row skips the other rows after the last layer's attention."""
     program = programs[variant]
     prompt = reference.tokenize(program, STORY)[:PROMPT]
     every = reference.forward(program, prompt, rows="all").logits

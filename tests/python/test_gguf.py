@@ -23,7 +23,7 @@ def test_export(tiny_llama_gguf, tmp_path):
     file = export_program(ExportRequest(tiny_llama_gguf, tmp_path / "model.pte", keep_hf=tmp_path / "hf"))
     methods = pte.constant_methods(file)
     assert methods["get_kv_heads"] == [2, 2]
-    # "<|endoftext|>" ends a text in every vocabulary that has it. This vocabulary has it as its BOS token.
+    # "<|endoftext|>" always ends a text. In this vocabulary it is also the BOS token.
     assert methods["get_eos_ids"] == [tiny_models.EOS, tiny_models.BOS]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": tiny_models.BOS, "eos_token_id": [tiny_models.EOS, tiny_models.BOS]}
@@ -35,7 +35,7 @@ def test_export(tiny_llama_gguf, tmp_path):
 
 @pytest.mark.parametrize(("pre_tokenizer", "spaces"), [("smollm", 1), ("gpt-2", 2)])
 def test_pre_tokenizer(tiny, tmp_path, pre_tokenizer, spaces):
-    """SmolLM separates digits before it looks at white space, GPT-2 leaves one space with the digit."""
+    """SmolLM splits digits before white space. GPT-2 keeps one space with the digit."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", pre_tokenizer)
     tokens = source.read_tokenizer(source.find(file)).tokenize("a  5")
     assert tokens == ["a", *(["ĠĠ"] if spaces == 1 else ["Ġ", "Ġ"]), "5"]
@@ -103,7 +103,7 @@ def test_parts_in_another_order_are_refused(parts, tmp_path):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantized_weights(tiny, tmp_path, kind):
-    """Quantized weights are near their originals, in the formats that the package can also write."""
+    """Quantized weights are close to their originals, in the formats that the gguf package can write."""
     plain = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "plain.gguf"))
     read = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
     for name, weight in plain.items():
@@ -113,7 +113,7 @@ def test_quantized_weights(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"])
 def test_integers_stand_for_the_weights(tiny, tmp_path, kind):
-    """The integers and scales of a file make up the values that the gguf package reads, in transformers' order."""
+    """Integers and scales of a file decode to the values that the gguf package reads, in transformers' order."""
     read = stored(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
     for name, weight in read.items():
         groups, values = weight.groups(), weight.read()
@@ -130,7 +130,7 @@ def test_integers_stand_for_the_weights(tiny, tmp_path, kind):
 def test_blocks_of_random_bytes(kind):
     size, _ = packed.FORMATS[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (5, 3 * size), dtype=np.uint8)
-    # The upper bytes of scales: finite ones.
+    # Clear bits in the upper bytes of scales, so that they are finite.
     blocks.reshape(5, 3, size)[..., 1:4:2] &= 0x3F
     expected = gguf_package.dequantize(blocks, gguf_package.GGMLQuantizationType[kind])
     np.testing.assert_array_equal(packed.groups(blocks, kind).values().numpy(), expected)

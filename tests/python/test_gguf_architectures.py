@@ -1,4 +1,4 @@
-"""GGUF files of every architecture that the exporter reads: the logits equal those of the source folder."""
+"""For every architecture that the exporter reads, the logits of a GGUF file equal those of its source folder."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ LONGROPE = {
 
 
 def llama3_factors(dim: int) -> np.ndarray:
-    """Return the factors that the converter stores for Llama 3, from 1 for short waves to the whole factor for long
-    ones.
+    """Return the factors that the converter stores for Llama 3, from 1 for short wavelengths to the full factor for
+    long wavelengths.
     """
     factors = []
     for index in range(0, dim, 2):
@@ -324,7 +324,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a function that makes the folder of a family with settings and random weights."""
+    """Return a function that writes the folder of a family with settings and random weights."""
 
     def make(model_type: str, settings: dict):
         import torch
@@ -335,7 +335,7 @@ def folder(tmp_path_factory):
         arguments = {**SHAPE, **settings}
         if model_type in ("gpt2", "gpt_neox"):
             arguments.pop("num_key_value_heads")
-        # In these families None is a value, and what is absent has a default.
+        # In these families None is a value of its own. In the others, it stands for the default.
         if model_type not in ("deepseek_v2", "exaone4"):
             arguments = {name: value for name, value in arguments.items() if value is not None}
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every key and tensor of a GGUF file is used, or refused by name. None is dropped."""
+"""Every key and tensor of a GGUF file is used, or refused by name. None is ignored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ODD = (11, 0.37, -1, True, False, "odd", [11, 8], [0.5, 0.25])
 """Values of every type that no key has by default."""
 
 CHANGES_NOTHING = {
-    "tensor_data_layout": "how the weights came to be",
-    "rope.scaling.finetuned": "how the weights came to be",
-    "rope.scale_linear": "the older name of a factor, which the newer one overrides",
+    "tensor_data_layout": "the origin of the weights",
+    "rope.scaling.finetuned": "the origin of the weights",
+    "rope.scale_linear": "an older name of a factor, which the newer name overrides",
     "rope.scaling.original_context_length": "where nothing is scaled",
     "attention.sliding_window_pattern": "where no layer has a window",
     "attention.layer_norm_epsilon": "where the norms are RMS norms",
     "attention.layer_norm_rms_epsilon": "where the norms are layer norms",
-    "use_parallel_residual": "where the tensors say it",
+    "use_parallel_residual": "where it follows from the tensors",
     "full_attention_interval": "where the layers are listed",
     "rope.dimension_sections": "for positions in images",
     "context_length": "where no layer attends",
@@ -193,7 +193,7 @@ def test_missing_tensor(opened):
 
 
 def test_some_biases_are_some_zeros(opened):
-    """Llama files may have biases of some projections only. transformers has all or none."""
+    """Llama files may have biases for some projections, where transformers has all or none."""
     file = copy.copy(opened("llama"))
     file.tensors = file.tensors | {"blk.0.attn_k.bias": opened("qwen2").tensors["blk.0.attn_k.bias"]}
     weights = read_weights(file, gguf.read_config(file))
@@ -211,8 +211,8 @@ def test_fewer_layers_leave_tensors_over(opened):
 
 @pytest.mark.parametrize(("case", "layers", "scalar"), [("gemma2", 46, 16), ("gemma3", 62, 16), ("gemma3", 34, 32)])
 def test_gemma_of_27b_scales_attention_by_its_width(opened, case, layers, scalar):
-    """llama.cpp recognizes these models by their number of layers: they scale by 64 / 4 heads, not by the 32 of a
-    head.
+    """llama.cpp recognizes these models by their number of layers. They scale by width / heads = 64 / 4, not by the
+    head size of 32.
     """
     file = changed(opened(case), **{".block_count": layers})
     assert gguf.read_config(file).query_pre_attn_scalar == scalar

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, SIM905 (texts and expressions have characters that look like others)
-"""Tokenizers of GGUF files, id by id against a tokenizer of a few lines that follows llama.cpp's rules."""
+"""Tokenizers of GGUF files return the same ids as a short tokenizer that follows llama.cpp's rules."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ EXPRESSIONS = {
         "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
         r"\p{N}+",
     ],
-    # Groups of three digits from the right.
+    # Groups of three digits, counted from the right.
     "afmoe": [
         r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
         "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
@@ -159,7 +159,7 @@ def pieces(text: str, expressions: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alphabet() -> list[str]:
-    """Return the letters that stand for bytes, by byte."""
+    """Return for each byte the letter that stands for it."""
     vocabulary = tiny_models.tokenizer().backend_tokenizer.get_vocab()
     letters = {index: letter for letter, index in vocabulary.items() if index < 256}
     return [letters[byte] for byte in range(256)]
@@ -167,7 +167,7 @@ def alphabet() -> list[str]:
 
 @pytest.fixture(scope="module")
 def merges(alphabet) -> list[tuple[str, str]]:
-    """Return pairs learned on whole texts, so that tokens cross all boundaries of pre-tokenizers."""
+    """Return pairs that were learned on unsplit texts, so that tokens cross all boundaries of pre-tokenizers."""
     texts = [[alphabet[byte] for byte in text.encode()] for text in TEXTS]
     learned = []
     while pairs := Counter(pair for text in texts for pair in itertools.pairwise(text)):
@@ -268,7 +268,7 @@ def test_a_file_has_to_name_its_pre_tokenizer(file):
 
 
 def special(file: gguf.GgufFile, texts: dict[int, str], types: dict[int, int] | None = None, **values):
-    """Return the tokenizer of ``file`` with other texts and types of tokens."""
+    """Return ``file`` with the texts and types of some tokens replaced."""
     tokens = list(file.values["tokenizer.ggml.tokens"])
     kinds = list(file.values["tokenizer.ggml.token_type"])
     for index, text in texts.items():
@@ -309,7 +309,7 @@ def test_one_eos_token_is_not_a_list(file):
 
 @pytest.mark.parametrize("kind", [tiny_gguf.CONTROL, tiny_gguf.USER_DEFINED, tiny_gguf.NORMAL])
 def test_token_types(file, kind):
-    """Control and user-defined tokens are matched whole in a text. An answer omits control tokens only."""
+    """Control and user-defined tokens are matched as whole tokens in a text. Answers omit only control tokens."""
     tokenizer = gguf.read_tokenizer(special(file, {300: "<th ink>"}, {300: kind}))
     found = kind != tiny_gguf.NORMAL
     assert tokenizer.encode("a<th ink>") == ([ord("a"), 300] if found else list(b"a<th ink>"))
@@ -468,7 +468,7 @@ def test_sentencepiece(pieced, runner, tmp_path):
 
 
 def test_special_tokens_of_sentencepiece(pieced):
-    """A piece of text after a special token begins like a text."""
+    """The text after a special token is encoded like the beginning of a text."""
     pieces, opened = pieced
     tokenizer = gguf.read_tokenizer(opened)
     user, mark = pieces.piece_to_id("<|user|>"), pieces.piece_to_id("<mark>")
@@ -488,7 +488,7 @@ def test_phi_3_drops_white_space_after_its_tokens(pieced):
 
 
 def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
-    """Files that were made from a tokenizer.json have merges, and meaningless scores."""
+    """Files that were converted from a tokenizer.json have merges, and meaningless scores."""
     pieces, opened = pieced
     merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
     named = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.scores": [-1000.0] * pieces.get_piece_size()}

@@ -26,15 +26,16 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A chat template without the padding token, whose embedding is zero in a random model: see docs/programs.md."""
+"""A chat template that does not produce the padding token, whose embedding is zero in a random model: see
+docs/programs.md."""
 
 SAID = ("What is a cache? " * 5, "And where is it?")
-"""Two turns. The first prompt takes more than one step."""
+"""Two turns. The prompt of the first takes more than one step."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The program, with the tokenizer beside it."""
+    """The program, with the tokenizer in the same folder."""
     assert upstream_programs.export([MADE])[MADE] is None
     folder = tmp_path_factory.mktemp("graph-cache")
     shutil.copy(MADE.path, folder)
@@ -63,7 +64,7 @@ def expected(tokenizer: etkv.Tokenizer, prompt: list[int], count: int = COUNT) -
 
 
 def turns(tokenizer: etkv.Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return prompt and answer of each turn of a chat in transformers. Answers keep their ids."""
+    """Return the prompt and the answer of each turn of a chat in transformers. Answers keep their ids in later prompts."""
     messages: list[dict[str, str]] = []
     answered: dict[int, list[int]] = {}
     made = []
@@ -99,7 +100,7 @@ def test_chat_answers_as_transformers_does(model, tokenizer):
 
 
 def test_a_second_turn_runs_new_tokens_only(model, tokenizer):
-    """With --raw a conversation is one text. Its second turn goes on after the first answer."""
+    """With --raw a conversation is one text, and the second turn continues after the first answer."""
     first = tokenizer.encode(SAID[0])
     answer = expected(tokenizer, first)
     added = tokenizer.encode(SAID[1], add_special_tokens=False)
@@ -114,7 +115,7 @@ def test_a_second_turn_runs_new_tokens_only(model, tokenizer):
 @pytest.mark.skipif(not OPTIMUM, reason="optimum-executorch exports it: ETKV_TEST_OPTIMUM")
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
 def test_programs_of_the_plain_pipeline(name):
-    """They have no limit of tokens in a step. Gemma's program takes one."""
+    """These programs have no limit of tokens in a step, except Gemma's, whose limit is one."""
     made = llm(name)
     assert upstream_programs.export([made])[made] is None
     tokenizer = etkv.Tokenizer.from_pretrained(made.weights)
@@ -164,7 +165,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_runs(model, tokenizer):
     done = reference.run([reference.CHAT, "--model", model, "--raw", "--prompt", prompt + "y", "--ids"])
     assert (done.returncode, done.stdout) == (FAILED, "")
     assert f"the prompt is {n + 1} tokens long, and the cache holds {CONTEXT}" in done.stderr
-    # In a conversation, earlier text stays.
+    # The refused prompt does not change the conversation.
     done = chat(model, "--raw", lines=f"Hi\n{prompt}\nand\n")
     assert len(answers(done.stdout)) == 2
     assert ", 25 cached" in done.stderr
@@ -179,7 +180,7 @@ def test_a_full_cache_ends_an_answer(model, tokenizer):
 
 
 def test_a_program_without_a_cache_is_refused(tmp_path):
-    """An off-graph program without metadata of its layers has no cache in its graph either."""
+    """An off-graph program without metadata is not mistaken for a program with its cache in its graph."""
     made = reference.program(Variant("tiny-llama"))
     image = made.path.read_bytes()
     for name in (b"kv_cache.schema_version", b"get_n_caches"):
@@ -247,7 +248,7 @@ def test_the_cache_of_a_program(program):
 
 
 def test_a_clear_that_is_interrupted_clears(program):
-    """An interrupt at any place, before or after the reset of the buffers, leaves the length and the buffers
+    """After an interrupt at any point, before or after the reset of the buffers, the length and the buffers are
     consistent.
     """
     expected, cache = list(etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])), program.cache

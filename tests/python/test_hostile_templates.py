@@ -1,4 +1,4 @@
-"""Chat templates that try to exhaust memory, time or stack give an error or a text, in Python and in the runners."""
+"""Chat templates that try to exhaust memory, time or stack return an error or a text, in Python and in the runners."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 TEMPLATES = list(hostile_templates.templates(seed=7, count=1000))[:: 1 if EVERYTHING else 20]
 ADDRESS_SPACE = 2 << 30
 SECONDS = 20
-"""The longest rendering, in seconds. Alone on a machine none takes 5, but tests share the cores."""
+"""Maximum seconds of a rendering. On an idle machine none takes 5 seconds, but tests share the cores."""
 
 MESSAGES = [{"role": "user", "content": "Hi there"}]
 

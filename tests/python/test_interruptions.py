@@ -21,21 +21,21 @@ from etkv import _device, _library, generation
 from reference import PROMPT, config
 
 STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "5"))
-"""One in this many places where Ctrl-C can arrive is tested."""
+"""One of this many points at which Ctrl-C can arrive is tested."""
 
 
 @pytest.fixture(params=["device", "host"])
 def where(request, monkeypatch) -> str:
-    """Let the device or the host choose the tokens. Return which."""
+    """Let the device or the host choose the tokens. Return which one chooses."""
     if request.param == "host":
         monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
     return request.param
 
 
 class Interruption:
-    """Ctrl-C at one place of ``etkv``'s Python code: the ``at``-th within a block.
+    """Ctrl-C at the ``at``-th point of ``etkv``'s Python code within a block.
 
-    Python checks for signals where a function begins, where a call has returned, and where a loop repeats. This class
+    Python checks for signals when a function begins, when a call has returned, and when a loop repeats. This class
     omits loops.
     """
 
@@ -66,8 +66,8 @@ class Interruption:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, where, at):
-    """Steps whose token was not delivered are rolled back, so the answer loses nothing. All of a prompt but its last
-    token stays.
+    """Steps whose token was not delivered are rolled back, so the answer loses no token. Of a prompt, all tokens except
+    the last stay.
     """
     place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
     choose, calls = getattr(place, name), []
@@ -92,7 +92,7 @@ def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, wh
 
 @pytest.mark.parametrize("session_class", [etkv.DecodeSession, etkv.SeqSession])
 def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
-    """An interrupt at any place loses no token of the answer, and runs none twice."""
+    """After an interrupt at any point, no token of the answer is lost, and no token runs twice."""
     with (
         session_class(config(llama, 200)) as session,
         etkv.load(llama.path, session, logits="last") as loaded,
@@ -107,7 +107,7 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
 
         answered(None)
         session.clear()
-        # This count excludes places of the first use only.
+        # Count points without those of the first use.
         _, n_places = answered(None)
         unfinished = 0
         for at in range(1, n_places + 1, STRIDE):
@@ -125,11 +125,11 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
-    """The next turn equals that of a new chat with the same messages: those of the chat, or those before the turn."""
+    """The next turn equals that of a new chat with the same messages, with or without those of the interrupted turn."""
     sent = {"max_tokens": 3, "eos_token_ids": []}
 
     def turn(at: int | None) -> tuple[etkv.Chat, int]:
-        """Run a second turn, with Ctrl-C at this place. The first message has changed, so the chat rewinds."""
+        """Run a second turn, with Ctrl-C at point ``at``. The first message has changed, so the chat rewinds."""
         chat = etkv.Chat(loaded, tokenizer, system="Be brief.")
         list(chat.send_message("Hi", **sent))
         first = copy.deepcopy(chat.messages)
@@ -149,7 +149,7 @@ def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
         messages, answers = list(chat.messages), list(chat._answers)
         list(chat.send_message("And then?", **sent))
         other = etkv.Chat(loaded, tokenizer)
-        # Answers keep their ids, which do not follow from their text.
+        # Copy the ids of the answers too, because they cannot be derived from the text.
         other.messages, other._answers = messages, answers
         list(other.send_message("And then?", **sent))
         assert chat.generation.token_ids == other.generation.token_ids, f"interrupted at place {at}"
@@ -185,7 +185,7 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 
 
 def test_an_interruption_leaves_the_cache_usable(llama):
-    """After Ctrl-C at any time the cache is consistent, and the answer goes on from it."""
+    """After Ctrl-C at any time the cache is consistent, and the answer can continue."""
     expected = reference.greedy(llama.hf, {"prompt": PROMPT}, 200)["prompt"].ids
     environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", _INTERRUPTED]
@@ -210,8 +210,8 @@ FOLDERS = os.path.dirname(etkv.__file__), os.path.dirname(_library.capi_tables()
 use = lambda: etkv.row_bytes("f16", 64)
 
 def used(at):
-    # In a process of its own: 0 if it was interrupted at place `at` and a second use is as the first, 1 if it has no
-    # such place.
+    # In a child process. Returns 0 if the use was interrupted at point `at` and a second use succeeds, 1 if there is no
+    # such point.
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,4 +1,4 @@
-"""Integers and scales of published files stay what they are in programs for MLX, where its operations take them."""
+"""MLX programs keep the integers and scales of published files if MLX's operations support them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etkv.export.scratch import Scratch
 
 
 def _packed(model: Path, folder: Path, **request: Any):
-    """Return the model, with packed weights, and its packing."""
+    """Return the model with packed weights, and its :class:`Packing`."""
     wanted = ExportRequest(model, folder / "model.pte", **request)
     origin = source.find(model)
     with Scratch(folder, origin.files()) as scratch:
@@ -30,7 +30,7 @@ def _packed(model: Path, folder: Path, **request: Any):
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Return a function that makes a folder with quantized attention, and one with what it stands for."""
+    """Return a function that writes a folder with quantized attention, and a folder with the dequantized weights."""
 
     def make(settings: dict[str, Any], pack: Any) -> tuple[Path, Path]:
         made = tmp_path_factory.mktemp("kept")
@@ -43,7 +43,7 @@ def folders(tiny, tmp_path_factory):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OF_ATTENTION = 8
-"""The matrices of attention in tiny-llama."""
+"""The number of attention matrices in tiny-llama."""
 
 CASES = {
     "awq": (test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), {"quantize": "4w"}, True),
@@ -106,7 +106,7 @@ def test_integers_are_kept_where_mlx_takes_them(folders, tmp_path, case):
     for name, values in read.items():
         own = meant.get_submodule(name).weight
         if is_kept and "self_attn" in name:
-            # With a bias a program multiplies and then adds, and rounds twice.
+            # With a bias, a program rounds twice: after the product and after the sum.
             torch.testing.assert_close(values, own, rtol=0, atol=3e-7 * float(own.abs().max()))
         else:
             assert not torch.equal(values, own)
@@ -126,7 +126,7 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
 
 
 def _experts(model: Path, folder: Path):
-    """Return the weights of experts in a program of 4 bits, those that ``model`` means, and the packing."""
+    """Return the weights of experts in a program of 4 bits, the expected weights of ``model``, and the packing."""
     wanted = ExportRequest(model, folder / "model.pte", quantize="4w")
     origin = source.find(model)
     meant = source.read_model(origin, source.read_config(origin), "float32")
@@ -137,7 +137,7 @@ def _experts(model: Path, folder: Path):
 
 
 def test_experts_of_a_folder_are_kept(tiny, tmp_path):
-    """Each expert has matrices of its own in a file, and one product of all experts has them after each other."""
+    """A file has separate matrices for each expert. A product of all experts has them concatenated."""
     folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
     test_published.quantize(
         folder, plain, test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), ".experts."
@@ -161,14 +161,14 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
     save_file(loaded, sparse / "model.safetensors", {"format": "pt"})
     file = tiny_gguf.write(sparse, tmp_path / "x.gguf", architecture="qwen3moe", keys=keys, quantize="Q4_0")
     read, meant, made = _experts(file, tmp_path)
-    # Those of both products, of four matrices of attention, and of the embedding, which the head has too; the router.
+    # Kept matrices are those of both products, of attention, the embedding that the head shares, and the router.
     assert len(read) == 2
     assert (made.kept, made.repacked) == (8, 0)
     assert all(torch.equal(values, meant[name]) for name, values in read.items())
 
 
 def test_a_program_has_biases(folders, tmp_path):
-    """The check of the export compares the program, with integers, scales and biases of AWQ, with the model."""
+    """The export's check compares the program, which has integers, scales and biases of AWQ, with the model."""
     folder, _ = folders(*CASES["awq"][:2])
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Latent attention: programs that keep latents answer as transformers does, which expands them."""
+"""Latent attention: programs that cache latents return the ids of transformers, which expands latents."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROMPT, DECODED = 300, 32
 
 MODELS = {
     "minicpm3": {},
-    # With groups of experts, and interleaved rotary embeddings.
+    # Experts in groups, and interleaved rotary embeddings.
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
-    # Rotary embeddings by complex numbers.
+    # Rotary embeddings with complex numbers.
     "deepseek_v2": {},
     "glm4_moe_lite": {},
     "youtu": {},
 }
-"""Family of transformers -> what its tiny form changes."""
+"""Family of transformers -> changes to the settings of its tiny model."""
 
 CASES = [(name, backend) for name in MODELS for backend in ("cpu", "mlx")]
 CASES = CASES if EVERYTHING else [("minicpm3", "cpu"), ("deepseek_v3", "mlx")]
@@ -42,7 +42,7 @@ def program(request) -> TinyProgram:
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession])
 @pytest.mark.long
 def test_ids_are_those_of_transformers(program, kind):
-    """A prompt in chunks, and greedy ids after it."""
+    """A prompt runs in chunks, and greedy ids follow."""
     text = ids(PROMPT)
     with program.session(kind) as session, program.load(session) as loaded:
         found = decode(loaded, text, PROMPT, DECODED)
@@ -53,7 +53,7 @@ def test_ids_are_those_of_transformers(program, kind):
 
 @pytest.mark.long
 def test_branches_and_batches(program):
-    """Three sequences, two of which share their beginning, decode in the same steps."""
+    """Three sequences decode in the same steps. Two of them share a prefix."""
     prompt, steps = 70, 20
     texts = [ids(prompt) + ids(steps, 37), ids(prompt) + ids(steps, 41), ids(prompt + steps, 43)]
     with program.session(SeqSession) as session, program.load(session) as loaded:
@@ -85,7 +85,7 @@ def test_a_token_has_one_row_of_latents(program):
 
 @pytest.mark.long
 def test_the_weight_of_latents_is_not_quantized():
-    """The export compares the quantized program with the quantized model, whose folder transformers loads."""
+    """The export compares the quantized program with the quantized model, and transformers loads the kept folder."""
     quantized = _program("minicpm3", "cpu", "8da4w")
     assert quantized.request.keep_hf is not None
     kept = type(quantized.transformers).from_pretrained(quantized.request.keep_hf)
@@ -127,7 +127,7 @@ def test_latents_that_are_expanded_in_another_form_are_refused(form):
 
 
 class _Calls(torch.nn.Module):
-    """Calls of the op, one for each cache, with keys and values of some form."""
+    """Calls of the op, one for each cache, with the given pairs of keys and values."""
 
     def __init__(self, forms: list[str]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ FORMATS = [WeightFormat("float32"), WeightFormat("bfloat16"), WeightFormat("int8
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_products_and_rows(fmt):
-    """Rows that fill no tile, with a bias and without, and ids of any shape."""
+    """The last tile is not full, products are with and without a bias, and ids have any shape."""
     generator = torch.Generator().manual_seed(0)
     matrix, bias = torch.randn(40, 128, generator=generator), torch.randn(40, generator=generator)
     packed = fmt.pack(matrix)
@@ -32,20 +32,20 @@ def test_products_and_rows(fmt):
     arguments = (packed, fmt.name, fmt.group_size, 40)
     for op, given in ((linear, (x, packed, bias, *arguments[1:])), (embedding, (ids, *arguments))):
         torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
-    # 40 rows are 48 in tiles.
+    # 40 rows are padded to 48.
     for wrong in (-1, 40, 47):
         with pytest.raises(IndexError, match=f"ids from 0 to 39, got {wrong}"):
             embedding(torch.tensor([3, wrong]), *arguments)
 
 
 def test_errors_are_those_of_rounding():
-    """No weight is off by more than half a step of its scale, beside the rounding of the scale itself."""
+    """The error of a weight is at most half of its scale, apart from the rounding of the scale itself."""
     matrix = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
     for fmt, bits in ((WeightFormat("int4", 32), 4), (WeightFormat("int8", 128), 8)):
         groups = matrix.unflatten(1, (-1, fmt.group_size))
         step = groups.abs().amax(dim=2, keepdim=True) / 2 ** (bits - 1)
         error = (fmt.unpack(fmt.pack(matrix)).unflatten(1, (-1, fmt.group_size)) - groups).abs()
-        # The end of the range that has no code of its own is a whole step away.
+        # At the end of the range that lacks a code, the error is up to a whole step.
         assert bool((error <= 1.01 * step + groups.abs() * 2.0**-8).all())
         assert float((error / step).mean()) < 0.3
 
@@ -84,7 +84,7 @@ def test_layers_keep_their_class(tmp_path):
 
 @pytest.mark.parametrize(("family", "is_tied"), [("gemma3_text", True), ("olmo", True), ("olmo", False)])
 def test_tied_layers_share_packed_weights(family, is_tied, tmp_path):
-    """The embedding of Gemma has a buffer before its weights, and OLMo has no parameters that are not packed."""
+    """Gemma's embedding has a buffer before its weights. In OLMo all parameters are packed."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_families.config(family, tie_word_embeddings=is_tied)

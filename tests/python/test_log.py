@@ -1,4 +1,4 @@
-"""Records of the library in :mod:`logging`: names, levels, and none that no logger accepts."""
+"""Records of the library in :mod:`logging`: names, levels, and no records that no logger accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etkv import _capi, _log
 
 @pytest.fixture(autouse=True)
 def levels():
-    # The tests disable records of other packages.
+    # Other tests disable all records.
     disabled = logging.root.manager.disable
     logging.disable(logging.NOTSET)
     yield
@@ -103,7 +103,7 @@ def test_steps_are_logged(caplog, exported):
 
 
 def test_handlers_may_use_the_library():
-    """Records arrive after the call: no lock of the library is taken while a handler runs."""
+    """Records arrive after the call, so the library holds no lock while a handler runs."""
     seen = []
 
     class Asks(logging.Handler):
@@ -162,14 +162,14 @@ def use():
 
 
 def test_without_a_handler_there_is_no_filter():
-    """Without a handler there is no filter. A level alone sets none."""
+    """Without a handler the library has no filter. Setting only a level does not set a filter."""
     done = run(MAKE + "logging.getLogger('etkv').setLevel('DEBUG'); use(); print(repr(_capi._log_filter))")
     assert (done.stdout, done.stderr) == ("''\n", "")
 
 
 def test_a_process_ends_while_it_listens():
     done = run(MAKE + "logging.basicConfig(level='INFO', format='%(name)s %(message)s'); kept = use()")
-    # Spans are logged from `debug` on, so the span around the message is not.
+    # Spans are logged only at `debug` and below, so the span around the message is not logged.
     assert done.stderr == "etkv.core the cache is converted k_format=f32 v_format=f32\n"
 
 

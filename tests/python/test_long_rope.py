@@ -22,7 +22,7 @@ TEXT = [tiny_models.IM_START, *b"user\nhow far is it, and how long does it take?
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    """Return a model of the Phi-3 family with both sets."""
+    """Return a model of the Phi-3 family with both sets of frequencies."""
     from transformers import AutoModelForCausalLM, Phi3Config
 
     folder = tmp_path_factory.mktemp("long-rope") / "hf"
@@ -37,13 +37,13 @@ def hf(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["mlx", "cpu"])
 def program(request, hf, tmp_path_factory):
-    """Return the path of its program, for each backend. The export has compared it with the model for both sets."""
+    """Return the path of the model's program for each backend. The export compares it with the model for both sets."""
     output = tmp_path_factory.mktemp(request.param) / "model.pte"
     return export_program(ExportRequest(hf, output, backend=request.param, prefill_chunk=LIMIT, verify=True))
 
 
 def transformers_logits(folder, ids: list[int], **parameters: Any) -> np.ndarray:
-    """Return transformers' logits [T, vocabulary] for the whole text. ``parameters`` replace those of the embedding."""
+    """Return transformers' logits [T, vocabulary] for the text. ``parameters`` replace rotary settings."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def run(loaded: etkv.Program, ids: list[int], start: int = 0) -> np.ndarray:
     [
         pytest.param(LIMIT, LIMIT, {}, id="short"),
         pytest.param(256, len(TEXT), {}, id="long"),
-        # transformers takes the short set here, and would rotate the keys of a growing text by two sets.
+        # transformers uses the short set here. In a growing text, it would rotate the keys by two sets.
         pytest.param(LIMIT + 1, 10, {"short_factor": LONG}, id="short-text-in-a-long-cache"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The digest of the code that affects an export: a program of other code is exported again."""
+"""The digest of the code that affects an export. If the code changes, a program is exported again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIRECT = {"etkv.op", "etkv.recurrent_op", "etkv.recurrent_layer", "etkv._mlx_se
 
 @pytest.fixture
 def copied(tmp_path) -> Path:
-    """A copy of the package's modules, which a test may change."""
+    """Return a copy of the package's modules, which a test may change."""
     copy = tmp_path / "etkv"
     for file in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.fbs")):
         to = copy / file.relative_to(PACKAGE)
@@ -54,7 +54,7 @@ def test_every_module_that_the_exporter_imports_counts(backend, copied, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_module_that_is_imported_by_a_new_line_counts(backend, copied):
-    """Within a function, and through another module."""
+    """The import is within a function, and the module is imported through another module."""
     (copied / "first.py").write_text("def run():\n    from etkv import second\n")
     (copied / "second.py").write_text("import etkv.third\n")
     (copied / "third.py").touch()
@@ -66,7 +66,7 @@ def test_a_module_that_is_imported_by_a_new_line_counts(backend, copied):
 
 
 def test_every_module_of_the_exporter_is_for_a_backend():
-    """None is reached by other means than an import, and none is left over."""
+    """Every module is reached by imports, and no module is left over."""
     found = {module for backend in BACKENDS for module in manifest.sources(backend)} | manifest._OUTWARD
     files = (file.relative_to(PACKAGE.parent).with_suffix("") for file in (PACKAGE / "export").rglob("*.py"))
     assert {".".join(file.parts).removesuffix(".__init__") for file in files} <= found

@@ -45,7 +45,7 @@ def exporters(**changes):
 
 
 def saved(tmp_path, metadata):
-    """Write a program of one addition, on ExecuTorch's portable kernels, with these constant methods."""
+    """Write a program of one addition for ExecuTorch's portable kernels, with these constant methods."""
     from executorch.exir import to_edge
 
     class AddOne(torch.nn.Module):
@@ -76,7 +76,7 @@ def test_one_number_for_all_layers(tmp_path):
 
 
 def test_layers_with_chunks(tmp_path):
-    """Readers that know no chunks must refuse the program: they would let queries see what they must not."""
+    """Readers that do not support chunks must refuse the program: their queries would see positions of other chunks."""
     metadata = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=2, head_dim=64, chunk=[8192, 0])
     assert metadata["kv_cache.schema_version"] == 3
     for source in (metadata, saved(tmp_path, metadata)):
@@ -109,14 +109,14 @@ def test_one_number_for_each_layer(tmp_path):
 
 
 def test_one_layer_with_a_list_of_one(tmp_path):
-    """A tensor of one element has the number of one layer, and stays a tensor in the program."""
+    """A tensor of one element is the value of one layer, and stays a tensor in the program."""
     metadata = write_kv_cache_metadata({}, n_layers=1, n_kv_heads=[3], head_dim=[80], window=[16])
     for source in (metadata, saved(tmp_path, metadata)):
         assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, window=16),)
 
 
 def test_metadata_of_the_exporter(exported):
-    """A program of this package's exporter, whose layers and steps are those of the tiny model."""
+    """In a program of this package's exporter, layers and steps are those of the tiny model."""
     params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")
     assert params.layers == (LayerConfig(2, 16, 16, dtype="f32"),) * 2
     assert (params.prefill_chunk_size, params.max_context_length) == (64, 256)
@@ -126,7 +126,7 @@ def test_executorchs_exporter():
     params = read_kv_cache_metadata(exporters())
     assert params.layers == (LayerConfig(4, 64, 64), LayerConfig(2, 128, 128, window=512))
     assert (params.prefill_chunk_size, params.max_context_length) == (256, 4096)
-    # Other exporters of ExecuTorch have another name for the context.
+    # Other exporters of ExecuTorch use another name for the context length.
     facts = exporters(get_max_ctx_len=None, get_max_seq_len=128)
     assert read_kv_cache_metadata(facts).max_context_length == 128
     assert read_kv_cache_metadata({**facts, "get_max_context_len": 2048}).max_context_length == 2048
@@ -139,7 +139,7 @@ def test_dtypes(tmp_path, dtype):
     metadata = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=3, head_dim=80, dtype=dtype)
     for source in (metadata, saved(tmp_path, metadata)):
         assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, dtype=dtype, v_head_dim=80),) * 2
-    # ExecuTorch's exporter writes no dtype. Its programs are accepted without one.
+    # ExecuTorch's exporter writes no dtype, which is accepted.
     assert read_kv_cache_metadata({**exporters(), "kv_cache.dtype": dtype}).layers[1].dtype == dtype
 
 
@@ -154,7 +154,7 @@ def test_invalid_dtypes(dtype):
 
 @pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "bf16")])
 def test_a_program_that_does_not_tell_its_dtype(variant, monkeypatch):
-    """For example a program of ExecuTorch's exporter: the dtype is that of the logits."""
+    """The dtype is that of the logits, for example in a program of ExecuTorch's exporter."""
     path = reference.program(variant).path
     constants = pte.constant_methods(path)
     told = constants.pop("kv_cache.dtype")
@@ -173,7 +173,7 @@ def test_a_cache_stores_the_dtype_of_its_program(variant, kind):
     with kind(config, backend=facts.backend) as session:
         assert session.formats == (dtype, dtype)
         assert session.report()["config"]["k_format"] == dtype
-    # Each of the two formats may be chosen alone.
+    # Either format may be set without the other.
     with kind(replace(config, v_format="f16"), backend=facts.backend) as session:
         assert session.formats == (dtype, "f16")
     # Before quantization too.
@@ -212,7 +212,7 @@ def test_other_versions(version):
     words = f"kv_cache.schema_version is {version}; this etkv reads versions 1 to 3"
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata(versioned(schema_version=version))
-    # Metadata of ExecuTorch's exporter does not help: its values may differ.
+    # Metadata of ExecuTorch's exporter is not used instead, because its values may differ.
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata({**exporters(), "kv_cache.schema_version": version})
 
@@ -291,7 +291,7 @@ def test_files_that_are_not_programs(tmp_path):
 
 
 def test_a_config_and_a_reader_need_no_torch():
-    """Importing them is cheap: it imports this package and the standard library only."""
+    """The import is cheap: it only imports this package and the standard library."""
     code = "import sys, etkv.config, etkv.metadata; print({'torch', 'numpy', 'executorch'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "set()\n", ran.stderr

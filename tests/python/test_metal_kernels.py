@@ -23,14 +23,14 @@ _mlx_serialization.ensure_available()
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOATS = [F32, F16, BF16]
 ROUNDOFF = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
-"""The largest relative error of rounding to the dtype."""
+"""dtype -> the largest relative error of rounding to it."""
 
 FORMATS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 """The bytes of a super-block of 256 elements."""
 
 
 class Function(torch.nn.Module):
-    """A function as a module."""
+    """Wraps a function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Function(torch.nn.Module):
 
 
 def export(model: torch.nn.Module, inputs: Sequence[Tensor], path: Path, dynamic: Any = None) -> Path:
-    """Write a program that is one delegate of MLX."""
+    """Write a program that is one MLX delegate."""
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
 
@@ -65,7 +65,7 @@ def numbers(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
 
 
 def check_close(found: Tensor, expected: Tensor, errors: float) -> None:
-    """Compare with the result in float32. ``errors`` counts roundings of the result's dtype at its largest element."""
+    """Compare with the result in float32. The tolerance is ``errors`` roundings of the largest element."""
     assert found.shape == expected.shape
     limit = errors * ROUNDOFF[found.dtype] * max(1e-30, expected.abs().max().item())
     worst = (found.double() - expected.double()).abs().max().item()
@@ -78,7 +78,7 @@ SHAPES = [(1, 1, 1, 64), (2, 3, 5, 128), (7, 64), (64,)]
 
 
 def in_floats(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return each shape with each dtype, or with one dtype each, by rotation: an export takes a second."""
+    """Return each shape with each dtype in `make test-long`, else with one dtype, because an export takes a second."""
     if EVERYTHING:
         return [(shape, dtype) for shape in shapes for dtype in FLOATS]
     return [(shape, FLOATS[index % len(FLOATS)]) for index, shape in enumerate(shapes)]
@@ -97,7 +97,7 @@ def test_values_become_codes(shape, dtype, tmp_path):
 
     limits = boundaries(dtype)
     values = numbers(*shape, dtype=dtype)
-    # Values on a boundary, and values beyond all boundaries.
+    # Include values on each boundary and beyond all boundaries.
     edges = torch.cat([limits, torch.tensor([-torch.inf, torch.inf, 0.0]).to(dtype)])
     values.view(-1)[: edges.numel()] = edges[: values.numel()]
     path = export(Function(codes), (values, limits), tmp_path / "codes.pte")
@@ -170,7 +170,7 @@ def blocks(ggml_type: str, rows: int, features: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Make the exporter write kernels, not MLX's own packed weights."""
+    """Make the exporter write kernels instead of MLX's own packed weights."""
     import executorch.backends.mlx.custom_kernel_ops.gguf.patterns  # noqa: F401
 
     monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "1")
@@ -229,7 +229,7 @@ def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
 
 
 def test_mlx_s_own_packed_weights_take_rows_of_any_shape(direct, monkeypatch, tmp_path):
-    """The exporter prefers these to a kernel. On a CPU, MLX's own product of half precision also sums in half
+    """The exporter prefers MLX's packed weights to a kernel. On a CPU, MLX's half-precision product also sums in half
     precision.
     """
     monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "0")
@@ -292,7 +292,7 @@ def test_the_gated_delta_rule(sizes, tmp_path):
     path = export(model, inputs, tmp_path / "delta.pte", ({1: tokens},) * 5)
     eager = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
     with load(path, None) as program:
-        # Each step goes on from the state of the step before.
+        # Each step continues from the state of the step before.
         for seed, n in enumerate((5, 1, 1, 33, 70)):
             inputs = delta_inputs(batch, n, *sizes, seed=10 * seed)
             (found,) = program.execute(*inputs)

@@ -1,4 +1,4 @@
-"""Formulas that become one or two operations of an MLX program."""
+"""Formulas that are fused to one or two operations of an MLX program."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Formula = Callable[[torch.Tensor], torch.Tensor]
 
 
 def unit(x: torch.Tensor, axis: int = -1, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``x`` divided by the norm of its rows, or of those of ``of``."""
+    """Return ``x`` divided by the norms of its rows, or of the rows of ``of``."""
     other = x if of is None else of
     return x * torch.rsqrt((other * other).sum(axis, keepdim=True) + 1e-6)
 
 
 class Model(torch.nn.Module):
-    """A formula as a module."""
+    """Wraps a formula as a module."""
 
     def __init__(self, formula: Formula) -> None:
         super().__init__()
         self.formula = formula
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes it."""
+        """Compute the formula."""
         return self.formula(x)
 
 
 def fused(formula: Formula, dtype: torch.dtype = torch.float32) -> tuple[list[str], float]:
-    """Returns the operators of a fused formula, and how far its results are from those of the formula."""
+    """Return the operators of a fused formula, and the largest difference from the results of the formula."""
     x = torch.linspace(-90, 90, 3 * 5 * 8).reshape(1, 3, 5, 8).to(dtype)
     model = Model(formula)
     program = torch.export.export(model, (x,))

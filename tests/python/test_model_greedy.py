@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in float32 answers through etkv as it does in transformers, id by id."""
+"""SmolLM2-135M-Instruct in float32 returns the same ids with etkv as in transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reference import EVERYTHING, STORY, UNIT_ROUNDOFF, Variant
 pytestmark = [pytest.mark.long, pytest.mark.real_model]
 
 NEW_TOKENS = 64 if EVERYTHING else 16
-"""The ids of an answer."""
+"""The number of ids in an answer."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text for the model: a chat under its template, or plain text if ``raw``. ``tokens`` cuts it."""
+    """A prompt: a chat under the model's template, or plain text if ``raw``. ``tokens`` limits its length."""
 
     text: str
     raw: bool = False
@@ -66,12 +66,12 @@ def expected(program, tokenizer) -> dict[str, reference.Greedy]:
 
 
 def assert_same(ids: list[int], expected: reference.Greedy) -> None:
-    """Check that ``ids`` begin the expected ids. A failure reports the first difference and its margin."""
+    """Check that ``ids`` are the first of the expected ids. A failure reports the first difference and its margin."""
     assert ids
     for step, (got, want, margin) in enumerate(zip(ids, expected.ids, expected.margins, strict=False)):
         assert got == want, (
-            f"id {step} is {got}, not {want}, which leads the next best by {margin:.3g} in transformers; "
-            f"float32 logits of tens differ by some 1e-5 from one order of sums to another"
+            f"id {step} is {got}, not {want}, whose logit is larger by {margin:.3g} in transformers; "
+            f"another order of float32 sums changes logits of tens by about 1e-5"
         )
 
 
@@ -89,14 +89,14 @@ OTHER_CHUNKS = [("sky", 1), ("sky", 7), ("sky", 64), ("half a story", 1), ("half
 
 @pytest.mark.parametrize(("name", "chunk"), CHUNKS + OTHER_CHUNKS if EVERYTHING else CHUNKS)
 def test_prefill_in_chunks(program, tokenizer, expected, name, chunk):
-    """Chunks change the steps, not the answer. The first half of the answer suffices."""
+    """Chunks change the steps, not the answer. The test compares the first half of the answer."""
     ran = reference.forward(program, PROMPTS[name].ids(tokenizer), decode=NEW_TOKENS // 2 - 1, chunk=chunk)
     assert_same(ran.ids, expected[name])
 
 
 @pytest.mark.parametrize("name", ["capital", "rhymes", "accents"] if EVERYTHING else ["capital"])
 def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
-    """From text to text, with the runner's own tokenizer, template, eos tokens and cache."""
+    """The runner uses its own tokenizer, template, eos tokens and cache, from text to text."""
     prompt, most = PROMPTS[name], min(24, NEW_TOKENS)
     command = [reference.CHAT, "--model", program.path, "--ids", "--max-tokens", most, "--prompt", prompt.text]
     command += ["--raw"] if prompt.raw else []
@@ -114,10 +114,10 @@ def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
 
 
 def test_kv_dtypes(program, tokenizer):
-    """Keys and values in 16 bits take half the memory, and cost some precision.
+    """Keys and values in 16 bits take half the memory, with some loss of precision.
 
-    Rounding them changes the output of attention in every layer by about a unit roundoff of its size. Later layers damp
-    or amplify that: the logits change by one to three units. A limit of eight leaves room for other prompts.
+    Rounding changes the output of attention in every layer by about a unit roundoff, relative to its size. Later layers
+    damp or amplify the change, and logits change by one to three units. A limit of eight leaves room for other prompts.
     """
     ids, decode = PROMPTS["sky"].ids(tokenizer), 16
     exact = reference.forward(program, ids, decode=decode, rows="all")
