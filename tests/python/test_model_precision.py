@@ -1,8 +1,9 @@
-"""Logits of programs on etkv against transformers in float32 on the weights that the .pte holds.
+"""Logits of programs on etkv against transformers in float32 with the weights of the .pte.
 
-The allowed error depends on the dtype of the arithmetic. Float32 errors come only from the order of sums. Float16 and
-bfloat16 are as good as transformers in the same dtype. Quantized weights are a little worse, since MLX unpacks them in
-that dtype. Rounding or quantizing the weights adds no error: both sides have the same weights.
+The tolerance depends on the dtype of the arithmetic. Float32 errors come only from the order of sums. In float16 and
+bfloat16, errors are as small as those of transformers in the same dtype. With quantized weights they are a little
+larger, because MLX unpacks weights in that dtype. Rounding or quantizing the weights itself adds no error, because both
+sides have the same weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.long
 
 PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
 EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
-"""Every dtype and every width of weights: enough for a family with the arithmetic of another."""
+"""Every dtype and every width of weights once, for families whose arithmetic equals that of another family."""
 PRECISIONS_OF = {
     "tiny-llama": PRECISIONS,
     "tiny-qwen2": PRECISIONS if EVERYTHING else EACH_ONCE,
@@ -27,7 +28,7 @@ PRECISIONS_OF = {
 VARIANTS = reference.chosen(
     [
         *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
-        # The additions of these models to their family do not depend on the dtype.
+        # What these models add to their family does not depend on the dtype.
         Variant("tiny-llama-untied"),
         Variant("tiny-llama-untied", "f32", "4w"),
         Variant("tiny-llama3"),
@@ -46,7 +47,7 @@ def programs() -> dict[Variant, Program]:
 
 @pytest.fixture(scope="module")
 def exact(programs):
-    """Return a function: variant, ids -> the rows of logits of transformers in float32 on the program's weights."""
+    """Return a function from variant and ids to transformers' rows of logits, in float32 with the program's weights."""
     models = {}
 
     def rows(variant: Variant, ids: list[int], dtype: str = "f32") -> np.ndarray:
@@ -63,13 +64,13 @@ def greedy_of(rows: np.ndarray) -> list[int]:
 
 
 def worst(rows: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest error of a logit, as a fraction of the range of logits."""
+    """Return the largest error of a logit as a fraction of the range of logits."""
     return float(np.abs(rows - expected).max() / np.ptp(expected))
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32"], ids=str)
 def test_float32_equals_transformers(programs, exact, variant):
-    """Every row of a prompt and of later steps, quantized or not, in one chunk and in several."""
+    """All rows of a prompt, in one chunk and in several, and of later steps are equal, quantized or not."""
     for chunk in (0, 1, 7):
         ran = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all", chunk=chunk)
         expected = exact(variant, PROMPT + ran.ids[:-1])
@@ -80,9 +81,9 @@ def test_float32_equals_transformers(programs, exact, variant):
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype != "f32"], ids=str)
 def test_half_precision_is_as_good_as_that_of_transformers(programs, exact, variant):
-    """The rms error against float32 is at most 1.5 times that of transformers in the same dtype: two orders of the same
-    roundings differ at random. With quantized weights the limit is 2.5 times: MLX multiplies an unsigned integer by its
-    scale, rounds, and then subtracts the zero, but transformers rounds only the weight.
+    """The rms error against float32 is at most 1.5 times that of transformers in the same dtype, because the same
+    roundings in another order differ at random. With quantized weights the limit is 2.5 times: MLX rounds both the
+    product of integer and scale and the weight, and transformers only the weight.
     """
     ran = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all")
     ids = PROMPT + ran.ids[:-1]
@@ -91,7 +92,7 @@ def test_half_precision_is_as_good_as_that_of_transformers(programs, exact, vari
     usual = reference.rms(exact(variant, ids, variant.dtype) - expected)
     reference.note(f"{variant}: rms error {error:.2e}, transformers' own {usual:.2e}, ratio {error / usual:.2f}")
     assert error < (2.5 if variant.quantize else 1.5) * usual
-    # Whole chunks and single tokens agree within the same error.
+    # Chunks and single tokens agree within the same error.
     single = reference.forward(programs[variant], ids, rows="all", chunk=1).logits
     assert reference.rms(single - ran.logits) < 2 * error
 
@@ -114,7 +115,7 @@ def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
     ids = np.random.default_rng(7).integers(0, 256, 200).tolist()
     assert len(ids) > 3 * TINY_CHUNK
     rows = reference.forward(programs[variant], ids, rows="all").logits
-    # A program that computes the last row only sums it in another order.
+    # A program that computes only the last row sums in another order.
     last = reference.forward(programs[variant], ids, rows="last").logits
     expected = exact(variant, ids)
     if variant.dtype == "f32":
@@ -130,7 +131,7 @@ def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
 
 
 SMOLLM2_LAYERS = None if EVERYTHING else 6
-"""The number of SmolLM2's 30 layers; None for all. Real weights count here, and an export takes two seconds a layer."""
+"""How many of SmolLM2's 30 layers are tested; None for all. An export takes two seconds a layer."""
 
 
 def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
@@ -149,10 +150,10 @@ def smollm2() -> dict[Variant, Program]:
 @pytest.mark.real_model
 @only_long
 def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
-    """Each row is the last row of a prompt that ends there, so 200 tokens measure 200 prompts.
+    """Each row is also the last row of a shorter prompt, so 200 tokens measure 200 prompts.
 
-    A single row does not suffice. If a rotary cosine lies midway between two bfloat16 values, two equally exact
-    programs may round it differently, and later rows differ by half their error.
+    A single row does not suffice: if a rotary cosine is midway between two bfloat16 values, two equally exact programs
+    may round it differently, and later rows then differ by half their error.
     """
     program = smollm2[smollm2_in("bf16")]
     ids = reference.tokenize(program, STORY)[:200]
@@ -176,12 +177,12 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
 @pytest.mark.real_model
 @pytest.mark.parametrize("quantize", WIDTHS)
 def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm2, quantize):
-    """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
+    """The weights are those of the .pte, and the arithmetic is float32 on both sides.
 
     A float32 sum of n products has a relative error of about 2^-24 times the root of n: 2e-6 for the widest sum here,
-    of 1536. Four such sums in each of 30 layers multiply it by the root of 120, to 3e-5 of the range of logits, if no
-    error is damped. The norms between the layers leave at most 1e-5. That is a hundredth of the effect of one unit of a
-    4-bit weight in every row.
+    of 1536. Four such sums in each of 30 layers multiply the error by the root of 120, to 3e-5 of the range of logits,
+    if no error is damped. With the norms between the layers, at most 1e-5 remains. That is a hundredth of the effect of
+    changing one 4-bit weight in every row by one unit.
     """
     program = smollm2[smollm2_in("f32", quantize)]
     ids = reference.tokenize(program, STORY)[:48]

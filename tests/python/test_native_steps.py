@@ -1,7 +1,7 @@
 """The native caches, run through the delegate, against the reference caches, run through the op in PyTorch.
 
 Random programs of steps run on both. Refusals have the same status, answers are the same, and the attention of every
-layer is equal up to rounding. ``ETKV_STEP_SEEDS`` sets how many programs each kind, format and layout gets.
+layer is equal up to rounding. ``ETKV_STEP_SEEDS`` is the number of programs for each kind, format and layout.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FORMATS = ["f32", "f16", "bf16", "affine8g32", "affine4g32", "affine3g32", "mxfp
 FORMATS += ["row-fp4"]
 
 TOLERANCE = 1e-5
-"""The tolerance of outputs of about 1 in float32. Stored rows are bitwise equal, so the format does not matter."""
+"""The tolerance of outputs, which are about 1, in float32. Stored rows are bitwise equal in every format."""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Return a function: layout and dtype -> the program of its layers."""
+    """Return a function from layout and dtype to the program of the layout's layers."""
     folder = tmp_path_factory.mktemp("op")
     made = {}
 
@@ -49,7 +49,7 @@ def program(tmp_path_factory):
         key = (layout, out_dtype)
         if key not in made:
             path = folder / f"{layout}-{len(made)}.pte"
-            # Only the cache refuses a step with a token too many, not the program.
+            # The program's limit is large, so that the cache refuses steps with too many tokens.
             made[key] = op_program.export(config(layout), path, group=GROUP, most_tokens=64, out_dtype=out_dtype)
         return made[key]
 
@@ -85,15 +85,15 @@ def compare(kind: str, layout: str, settings: CacheConfig, path, seed: int, nati
 
 
 def slides(operations: list[step_programs.Operation], outcomes: list[step_programs.Outcome]) -> int:
-    """Return how often a window slid: how often new positions raised the least position that a sequence can rewind
-    to.
+    """Return how often a window slid: how often new positions raised the smallest length that a sequence can be
+    rewound to.
     """
     times, before = 0, {}
     for operation, outcome in zip(operations, outcomes, strict=True):
         action = operation.action
         longer = isinstance(action, step_programs.Step) or action.name == "commit"
         answers = outcome.answers
-        # The answer of a sequence is its length, its next position, and this position.
+        # A sequence's answer is its length, its next position, and the smallest length that it can be rewound to.
         now = {name: told[2] for name, told in answers.items() if name.startswith("sequence ")}
         now = now or {"the only one": answers["rewindable_to"]}
         times += longer and sum(least > before.get(name, 0) for name, least in now.items())
@@ -105,7 +105,7 @@ def slides(operations: list[step_programs.Operation], outcomes: list[step_progra
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_same_format_for_keys_and_values(program, kind, layout, name):
-    """Each format has programs of its own."""
+    """Each format runs other random programs."""
     for seed in range(SEEDS):
         settings = config(layout, k_format=name, v_format=name)
         compare(kind, layout, settings, program(layout), 1000 * FORMATS.index(name) + seed)
@@ -151,7 +151,7 @@ def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
 
 
 def test_outputs_have_the_dtype_of_the_op(program):
-    """The output is float16 for float32 rows and any stored format."""
+    """The output is float16 for float32 rows and every storage format."""
     path = program("full", torch.float16)
     settings = config("full", k_format="f32", v_format="f32")
     operations = step_programs.generate("contiguous", settings, 7, 10)

@@ -1,4 +1,4 @@
-"""The traced graph with the reference cache, and the kept weights, compute the source model's numbers."""
+"""The traced graph on the reference cache, and the kept weights, give the logits of the source model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = len(_PROMPT)
 
 
 def _reference(folder, dtype="float32"):
-    """Return logits [T, vocabulary] of transformers' own attention over the whole prompt."""
+    """Return the logits [T, vocabulary] of a prompt, with transformers' own attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def _traced(request: ExportRequest, folder):
 
 
 def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list[int], dtype: str):
-    """Return logits of the traced graph, in steps of ``steps`` tokens, on the wheel's reference cache."""
+    """Return the logits of the traced graph on the wheel's reference cache, in steps of ``steps`` tokens."""
     import torch
     from executorch.extension.llm.cache.reference_cache import CacheConfig, ContiguousReferenceCache
     from executorch.extension.llm.cache.update_and_attend import REGISTRY
@@ -101,7 +101,7 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
     else [("tiny-llama", "4w"), ("tiny-llama-untied", "4w")],
 )
 def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quantize):
-    """transformers on the kept folder computes the same as the quantized graph."""
+    """transformers returns the same logits for the kept folder as the quantized graph."""
     import torch
 
     kept = exported(name, "f32", quantize) / "hf"
@@ -123,7 +123,7 @@ def test_kept_weights_have_the_dtype_of_the_program(exported):
 
 @pytest.mark.parametrize("name", [name for name in tiny_models.CONFIGS if reference.chosen([Variant(name)])])
 def test_mlx_lm_reads_the_kept_folder(exported, name):
-    """Another reader of the folder agrees, rotary parameters included."""
+    """mlx-lm, another reader of the folder, returns the same logits, so it understands the rotary parameters."""
     mx = pytest.importorskip("mlx.core")
     from mlx_lm.utils import load_model
 

@@ -64,7 +64,7 @@ def test_results_have_the_dtype_that_was_asked_for(dtype, out_dtype):
 def test_positions_have_one_or_more_components(dtype, components):
     position = torch.arange(5, dtype=dtype)
     if components is not None:
-        # The components after the first are the model's own.
+        # The cache ignores the components after the first.
         others = torch.full((5, components - 1), 77, dtype=dtype)
         position = torch.cat([position.unsqueeze(1), others], dim=1)
     with op.active(ContiguousCache(CONFIG)):
@@ -96,7 +96,7 @@ def test_tracing_does_not_change_the_active_cache():
 
 
 def test_torchs_checks_of_the_op_pass():
-    """Schema, autograd registration and fake kernel, as torch checks them."""
+    """torch checks schema, autograd registration and fake kernel."""
     with op.active(ContiguousCache(CacheConfig(CONFIG.layers[:1], 16, k_format="f32", v_format="f32"))):
         arguments = (*inputs(0, 3), torch.arange(3), 0, 0.5, torch.float16)
         torch.library.opcheck(torch.ops.kvcache.update_and_attend.default, arguments)
@@ -247,7 +247,7 @@ def test_a_refusal_changes_nothing(name):
         assert caught.value.status == status
         assert step_programs.answers(cache) == before
         cache.rewind(2)  # no step is open
-        # The next step sees the same as without the refusal.
+        # The refusal does not change what the next step sees.
         for layer, found in enumerate(forward([2, 3, 4])):
             q, k, v = inputs(layer, 3)
             history = inputs(layer, 2)

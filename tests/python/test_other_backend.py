@@ -1,7 +1,7 @@
-"""Programs run on etkv's delegate beside another MLXBackend, in either order of registration.
+"""Programs run on etkv's delegate although there is another MLXBackend, in either order of registration.
 
-ExecuTorch's macOS wheel has such a backend, which ``import executorch.runtime`` registers. Here a small library
-replaces it. A backend stays registered until its process ends, so each order runs in its own process.
+ExecuTorch's macOS wheel has such a backend, which ``import executorch.runtime`` registers. Here a small library plays
+its role. A backend stays registered until its process ends, so each order runs in its own process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def in_order(program: Path, out: Path, *order: object) -> tuple[dict, np.ndarray
 
 
 def test_before_and_after(program, other, tmp_path):
-    """Both ids give the same rows, in one process with the other backend."""
+    """The rows are the same whether the other backend is registered before or after etkv's."""
     told, expected = in_order(program, tmp_path / "after.npy", "etkv", "runtime", other)
     assert (told["id"], told["length"]) == ("MLXBackend", 4)
     # As on macOS, where an earlier import of the runtime registers the other backend.
@@ -93,7 +93,7 @@ def test_before_and_after(program, other, tmp_path):
 
 
 def test_a_program_for_another_id(program):
-    """Only the id changes, in the tables. The file does not change."""
+    """Only the id in the tables changes, and only in memory."""
     before = program.read_bytes()
     renamed = pte.for_backend(program, "EtkvForMLX")
     assert program.read_bytes() == before

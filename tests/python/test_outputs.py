@@ -1,4 +1,4 @@
-"""Other outputs than a row of logits a token: the last row only, hidden states of tapped layers, drafts."""
+"""Outputs other than a row of logits for each token: only the last row, hidden states of tapped layers, drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_LAYER = Variant("tiny-gemma3", layers=1)
 VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
 
 TOKENS = 90
-"""Tokens of a text, more than the window of 64 and than one step of the program."""
+"""Tokens of a text: more than the window of 64, and more than one step of the program."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
 
 
 def test_hidden_states_are_outputs_of_layers(ids):
-    """They are in the requested order, before the final norm for the last layer, with every row for any ``logits``."""
+    """Hidden states are in the requested order, with every row for any ``logits``. Those of the last layer are before
+    the final norm.
+    """
     folder = reference.program(TAPPED).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
     first, second = hidden_states(folder / "hf", ids, 2)
@@ -64,7 +66,7 @@ def test_hidden_states_are_outputs_of_layers(ids):
 
 
 def test_a_program_of_the_last_row_only(ids):
-    """The program returns one row a step however it is loaded, and hidden states of every token."""
+    """With any load option, the program returns one row of logits a step, and hidden states of every token."""
     folder = reference.program(LAST_ROW).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
     (expected,) = hidden_states(folder / "hf", ids, 1)
@@ -82,14 +84,14 @@ def test_a_family_that_computes_every_row():
         config = types.SimpleNamespace(model_type="wordy")
 
         def forward(self, input_ids, **others):
-            """Accepts arguments that it ignores."""
+            """Accept and ignore further arguments."""
 
     with pytest.raises(EtkvError, match="logits last: model family 'wordy' computes every row of its logits"):
         Forward(Model(), last_logits=True)
 
 
 def test_a_draft_is_the_first_layers_and_the_head(exported, ids):
-    """The program has the caches of these layers. The folder beside it is a complete model."""
+    """The program has the caches of the first layers, and the kept folder is a complete model."""
     folder, whole = reference.program(FIRST_LAYER).path.parent, exported("tiny-gemma3")
     methods = pte.constant_methods(folder / "model.pte")
     assert (methods["kv_cache.n_layers"], methods["kv_cache.window"]) == (1, 64)

@@ -1,6 +1,6 @@
-"""The passes over programs of the MLX delegate: a program computes the same logits with them and without.
+"""A program of the MLX delegate returns the same logits with and without the passes.
 
-``gpu`` runs the passes of a GPU on the CPU.
+``gpu`` selects the passes of a GPU, here on a CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A hostile ``tokenizer.json`` gives an error or ids, within bounds of time and memory, in Python and in the
-runners.
-"""
+"""A hostile ``tokenizer.json`` gives an error or ids within limits of time and memory, in Python and in the runners."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_padding_does_not_count(tmp_path):
 
 
 def hostile(numbers: random.Random) -> dict:
-    """Return changes of a tokenizer: steps of any kind with any settings, some of a wrong type."""
+    """Return random changes of a tokenizer: steps of any kind with any settings, some of wrong types."""
 
     def value(depth: int = 0):
         kind = numbers.randrange(9 if depth < 3 else 6)
@@ -195,7 +193,7 @@ for folder in sys.stdin.read().split("\\n"):
 def test_hostile_tokenizers_end_in_an_error_or_in_ids(tmp_path):
     numbers = random.Random(7)
     folders = [str(written(tmp_path / str(n), hostile(numbers))) for n in range(N)]
-    # Memory that Python has mapped counts too.
+    # The limit includes the memory that Python has already mapped.
     words = [sys.executable, "-c", _READ, 8 << 30]
     done = reference.run(words, stdin=None, input="\n".join(folders), timeout=1500)
     n_read = len(done.stdout.split())

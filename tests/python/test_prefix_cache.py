@@ -1,4 +1,4 @@
-"""Prefix caches, from Python: other sessions and later turns reuse what one session has read."""
+"""Prefix caches in Python: other sessions and later turns reuse the texts that one session has read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_texts_that_are_read_ahead_are_in_memory(llama, tmp_path):
         assert (prefixes.statistics().tokens_in_memory, prefixes.statistics().tokens_in_store) == (50, 0)
         assert (program.forward([9], [50]) == expected).all()
         prefixes.clear()
-        # The folder is gone.
+        # Reading ahead fails, because the folder was removed.
         assert prefixes.prefetch(cache, ids, fingerprint=model)
         while prefixes.statistics().ahead_waiting > 0 and time.monotonic() < until:
             time.sleep(0.005)
@@ -128,7 +128,7 @@ def test_kept_texts(llama, tmp_path):
         assert held.prefixes == 1
         assert held.bytes > 0
         assert prefixes.reclaim(1) == held.bytes
-        # Memory has dropped it, and the store loads it.
+        # The prefix was removed from memory, so the store loads it.
         assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50 == cache.length
     found = prefixes.statistics()
     assert (found.tokens_asked, found.tokens_in_memory, found.tokens_in_store) == (110, 0, 50)
@@ -157,7 +157,7 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
         tokens = [response.token for response in responses if response.token is not None]
         return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
 
-    # With short steps, windows hold little more than they show, and less than an answer.
+    # With short steps, windows hold few positions beyond what queries see, fewer than an answer has.
     few = {"max_step_tokens": 8}
     held = session(made, **few)
     with held, etkv.load(made.path, held, logits="last") as shared_program:
@@ -201,14 +201,14 @@ def test_the_answers_are_those_without(name, request):
     expected, plain = chat(None)
     first, ran = chat(prefixes)
     assert first == expected
-    # Without a prefix cache, a model with windows reads its whole text again if the answer's tokens change in the next
-    # prompt.
+    # Without a prefix cache, a model with windows reads its whole text again if the next prompt tokenizes the answer
+    # differently.
     assert sum(ran) <= sum(plain)
     assert ran[-1] < 120
     again, ran = chat(prefixes)
     assert again == expected
     assert ran[0] <= 1 + (name == "windows")
-    # A repetition penalty counts all tokens, also cached ones.
+    # A repetition penalty counts all tokens, including cached ones.
     first, expected = (chat(kept, repetition_penalty=1.3)[0][0] for kept in (etkv.PrefixCache(), None))
     assert first == expected
 
@@ -225,7 +225,7 @@ def test_etkv_chat_does_not_read_its_conversation_again(name, request, tmp_path)
     before, ran = ([int(n) for n in re.findall(r"prefill (\d+) token", one.stderr)] for one in (plain, kept))
     assert len(ran) == 3
     assert sum(ran) <= sum(before)
-    # Only a question and an answer run, not the text before them.
+    # Only the last answer and the new question run, not earlier text.
     assert max(ran[1:]) < 100
     assert len(re.findall(r"(\d+) cached", kept.stderr)) == 2
 

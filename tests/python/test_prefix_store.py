@@ -1,4 +1,4 @@
-"""Prefix stores, from Python and in ``etkv_chat``: a later process reuses what an earlier one has read."""
+"""Prefix stores in Python and in ``etkv_chat``: a later process reuses the texts that an earlier process has read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_text_outlives_its_session(llama, tmp_path):
 
 
 def has_buckets() -> bool:
-    """Return whether the library was built with buckets. No build accepts this address."""
+    """Return whether the library was built with buckets, by its error for an address that no build accepts."""
     with pytest.raises((etkv.UnsupportedError, etkv.CacheFileError), match="cannot open nothing://texts") as caught:
         etkv.PrefixStore("nothing://texts", 1)
     if isinstance(caught.value, etkv.UnsupportedError):
@@ -90,7 +90,7 @@ def test_a_text_in_a_bucket_outlives_its_process(llama):
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
         assert store.load(cache, ids[:45], fingerprint=model) == 45
         assert (program.forward([9, 8], [45, 46]) == expected).all()
-    # The runner's second run finds what the first has read.
+    # The runner's second run finds the text that the first has stored.
     words = [runner("chat"), "--model", llama.path, "--system", SYSTEM, "--ids", "--max-tokens", 16]
     words += ["--prefix-store", f"{address}-chat", "--prompt", "What is a cache?"]
     first, again = (reference.run(words) for _ in range(2))
@@ -133,12 +133,13 @@ def test_a_chat_goes_on_where_an_earlier_chat_ended(name, request, tmp_path):
         expected, plain, messages = chat(cache, None)
     with session(made) as cache:
         assert chat(cache, store)[0] == expected
-    # The first turn again: the store has all but the last token. With windows it has the text where the turn ended.
+    # Repeat the first turn: the store has all tokens except the last. With windows, it has the text up to the turn's
+    # end.
     with session(made) as cache:
         again, ran, _ = chat(cache, store)
         assert again == expected
         assert ran[0] == 1 or name == "windows"
-    # The second turn of a conversation that another process began: only the text of the first answer is known.
+    # Run the second turn of a conversation from another process, with only the text of the first answer, not its ids.
     with session(made) as cache:
         expected, _, _ = chat(cache, None, messages[:3])
     with session(made) as cache:
@@ -163,7 +164,7 @@ def test_etkv_chat_loads_what_it_stored(llama, kind, tmp_path):
 
     assert read(plain) == read(first)
     assert read(again) == [1, 1]
-    # Another question after the same system message.
+    # Ask another question after the same system message.
     other = reference.run([*stored, "--prompt", "What is a tree?"])
     assert other.returncode == 0
     assert read(other)[0] < read(first)[0] / 3

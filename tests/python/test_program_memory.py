@@ -1,4 +1,4 @@
-"""Where the exporter places the tensors of a program."""
+"""The exporter's memory plan of a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etkv.export import memory
 
 
 def _specs(lifetimes):
-    """Return specs of ``(bytes, first, last)``."""
+    """Return specs of tensors from tuples ``(bytes, first instruction, last instruction)``."""
     from executorch.exir.tensor import TensorSpec
 
     made = []
@@ -27,7 +27,7 @@ def _plan(specs):
 
 
 def test_tensors_of_layers_stay_low_beneath_large_logits():
-    """Each lives with the one before, and all end before the logits begin."""
+    """The lifetime of each tensor overlaps that of the tensor before it, and all end before the logits begin."""
     chain = [(4096, at, at + 1) for at in range(50)]
     offsets, sizes = _plan(_specs([*chain, (1 << 20, 60, 61)]))
     assert max(offsets) == 4096

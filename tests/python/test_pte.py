@@ -29,7 +29,7 @@ def test_report(program, capsys):
     assert "runs here (etkv 0.1.0, MLX 0.32.2)" in lines
     assert "get_eos_ids: [257]" in lines
     assert "cache: 2 layers of 2 KV heads, head_dim 16, full history, stored as f32 by default" in lines
-    # 2 layers x keys and values x 2 heads x 16 elements x 2 bytes, for 100 positions.
+    # 2 layers x 2 (keys and values) x 2 heads x 16 elements x 2 bytes = 256 bytes, for 100 positions.
     assert "cache in f16: 25.0 KiB at 100 positions, 256 bytes for the first one" in lines
     assert "2 UpdateAndAttend" in [line.strip() for line in lines]
     assert any(line.startswith("cache in affine4: not possible: layer 0") for line in lines), lines
@@ -60,7 +60,7 @@ def test_instructions(program, capsys):
 
 
 def test_a_program_that_does_not_run_here(tmp_path, capsys):
-    """The report names every missing operation, with its number of uses."""
+    """The report lists every missing operation with its number of uses."""
     file = lacking_program.write(tmp_path / "x.pte")
     found = inspection.report(file)
     assert found["runs_here"]["runs"] is False
@@ -89,7 +89,7 @@ def test_wrong_use(program, tmp_path, capsys):
 
 
 def test_truncated_program(program, tmp_path):
-    """A file whose tables end early is refused, and never crashes the reader."""
+    """A file with truncated tables is refused, and never crashes the reader."""
     whole = program.read_bytes()
     file = tmp_path / "x.pte"
     for length in (8, 100, 1000, 5000):
@@ -103,7 +103,7 @@ def test_truncated_program(program, tmp_path):
 
 
 def test_constants_are_those_that_the_runtime_returns(program):
-    """They are read from the tables."""
+    """Constants that are read from the tables equal those that the runtime returns."""
     read = pte.constant_methods(program)
     assert read == pte._run_constants(program, read.keys())
     assert all(type(value) in (int, float, bool, str, list) for value in read.values())

@@ -1,4 +1,4 @@
-"""Weights in the quantizations in which models are published are decoded exactly, or refused by name."""
+"""Published quantized weights are decoded exactly, or refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Config:
-    """A configuration with the settings of a quantization alone."""
+    """A configuration with only the settings of a quantization."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.quantization_config = settings
@@ -38,7 +38,7 @@ class _Config:
 
 
 def _read(folder: Path, tensors: Tensors, settings: dict[str, Any]):
-    """Read the parts of ``LAYER``, and other tensors, which have whole names."""
+    """Read the parts of ``LAYER``, and other tensors, which are given with full names."""
     file = folder / "model.safetensors"
     whole = {name if name.startswith("model.") else f"{LAYER}.{name}": x.contiguous() for name, x in tensors.items()}
     save_file(whole, file)
@@ -48,7 +48,7 @@ def _read(folder: Path, tensors: Tensors, settings: dict[str, Any]):
 
 
 def _groups(form: str, **of_weights: Any) -> dict[str, Any]:
-    """Settings of compressed-tensors with one group, for all linear layers."""
+    """Return settings of compressed-tensors with one group for all linear layers."""
     of_weights = {"type": "int", "symmetric": True, **of_weights}
     group = {"targets": ["Linear"], "weights": of_weights, "input_activations": None}
     return {
@@ -101,7 +101,7 @@ CASES = {
         packers.integers(*SHAPE, symmetric=False),
         _groups("naive-quantized", num_bits=8, strategy="channel", symmetric=False),
     ),
-    # Blocks at both ends are smaller, as in DeepSeek-V3.
+    # The last blocks of both axes are smaller, as in DeepSeek-V3.
     "fp8-blocks": lambda: (packers.fp8(*SHAPE, (24, 48)), {**FP8, "weight_block_size": [24, 48]}),
     "fp8-powers": lambda: (packers.fp8(*SHAPE, (16, 48), as_powers=True), FP8),
     "fp8-tensor": lambda: (packers.fp8(*SHAPE, None, scale_shape=()), {**FP8, "weight_block_size": None}),
@@ -117,7 +117,7 @@ CASES = {
         packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
         _groups("float-quantized", num_bits=8, type="float", strategy="channel"),
     ),
-    # As packages of 2024 wrote it.
+    # The format of packages of 2024.
     "float-tensor": lambda: (
         packers.fp8(*SHAPE, None, scale_shape=(1,), scale_name="weight_scale"),
         _groups("naive-quantized", num_bits=8, type="float", strategy="tensor") | {"quantization_status": "frozen"},
@@ -154,7 +154,7 @@ def test_each_format_is_decoded_exactly(tmp_path, case):
 
 
 def test_groups_of_layers_have_formats_of_their_own(tmp_path):
-    """A group that names a layer goes before one of its class."""
+    """A group with the name of a layer takes precedence over a group with its class."""
     (integers, expected), (floats, others) = (
         packers.packed_integers(*SHAPE, GROUP, 4),
         packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
@@ -348,7 +348,7 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, case):
 
 
 def quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
-    """Quantize the weights of ``folder`` whose names contain ``chosen``, and write what they stand for to ``plain``."""
+    """Quantize the weights of ``folder`` whose names contain ``chosen``. Write their dequantized values to ``plain``."""
     loaded = load_file(folder / "model.safetensors")
     quantized, meant = dict(loaded), dict(loaded)
     for number, name in enumerate(name for name, x in loaded.items() if chosen in name and x.dim() == 2):

@@ -1,4 +1,4 @@
-"""Configs of caches with recurrent layers, their bytes and reports, and checkpoints."""
+"""Caches with recurrent layers: configs, bytes, reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hybrid(tmp_path_factory) -> Path:
 
 
 def run(program, tokens, at, chunk):
-    """Run the tokens from position ``at`` on, ``chunk`` a step. Return the last logits."""
+    """Run the tokens from position ``at`` on, in steps of ``chunk``. Return the last logits."""
     for start in range(at, len(tokens), chunk):
         piece = tokens[start : start + chunk]
         logits = program.forward(torch.tensor([piece]), torch.arange(start, start + len(piece)))
@@ -159,7 +159,7 @@ def test_a_config_of_a_program_has_its_recurrent_layers():
     params = etkv.read_kv_cache_metadata(facts)
     made = CacheConfig(params.layers, 256)
     assert made.recurrent_layers == params.recurrent_layers == (CONVOLUTION, RECURRENCE)
-    # A copy of the layers has them too, and a caller's own layers come first.
+    # A copy of the layers keeps the recurrent layers. Explicit recurrent layers take precedence.
     assert CacheConfig(LayerConfigs(params.layers), 256) == made
     assert dataclasses.replace(made, capacity=128).recurrent_layers == made.recurrent_layers
     assert CacheConfig(params.layers, 256, recurrent_layers=[CONVOLUTION]).recurrent_layers == (CONVOLUTION,)
@@ -200,7 +200,7 @@ def test_marks_before_any_step(session_class):
     with session_class(config(), backend="cpu") as session:
         assert session.reachable(100) == session.reachable(0) == 0
         assert [session.mark(position) for position in (0, 63, 64, 100, 130)] == [0, 0, 64, 64, 128]
-        # No step has reached the marks.
+        # The marks have no effect before a step reaches them.
         assert session.reachable(130) == 0
         for use in (session.mark, session.reachable):
             with pytest.raises(etkv.PositionError, match="position -1 is negative"):
@@ -229,7 +229,7 @@ def test_a_contiguous_cache_with_windows_makes_no_checkpoints():
 
 
 def test_a_text_with_windows_returns_to_a_mark():
-    """A checkpoint keeps the rows that windows have dropped, so a text that goes on there has the same logits."""
+    """A checkpoint keeps rows that windows have dropped, so a text that continues there has the same logits."""
     path = reference.program(Variant("tiny-mistral-window")).path
     facts = etkv.read_kv_cache_metadata(path)
     window = min(layer.window for layer in facts.layers if layer.window)
@@ -288,7 +288,7 @@ def test_a_text_with_recurrent_layers_returns_to_a_mark(session_class, hybrid):
         session.clear()
         assert session.mark(100) == BLOCK
         run(program, tokens, 0, 16)
-        # The anchors at 128 and 192.
+        # There are anchors at 128 and 192.
         assert session.rewindable_to() == 2 * BLOCK
         reached = [session.reachable(position) for position in (63, 64, 100, 127, 128, 200, 1000)]
         assert reached == [0, BLOCK, BLOCK, BLOCK, 128, 200, 250]

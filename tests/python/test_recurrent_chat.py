@@ -1,4 +1,4 @@
-"""Chats on models with recurrent layers: a turn runs its new tokens, and at most one block of those before them."""
+"""Chats on models with recurrent layers: a turn runs its new tokens, and at most one block of earlier tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def words(rng: random.Random, most: int) -> str:
 
 
 def say(chat: etkv.Chat, rng: random.Random) -> etkv.Reuse:
-    """Run a turn with an answer of some tokens. Return what it did not run again."""
+    """Run a turn with an answer of some tokens. Return its :class:`etkv.Reuse`."""
     list(chat.send_message(words(rng, 60), max_tokens=rng.randint(5, 100)))
     assert chat.reuse is not None
     assert chat.reuse.run_again < BLOCK, chat.reuse
@@ -37,7 +37,7 @@ def say(chat: etkv.Chat, rng: random.Random) -> etkv.Reuse:
 
 
 def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
-    """20 turns, each the whole conversation; one message in the middle is edited."""
+    """In 20 turns of the whole conversation, one message in the middle is edited."""
     rng = random.Random(0)
     with model.session(capacity=8192) as session, model.load(session) as program:
         chat = etkv.Chat(program, tokenizer)
@@ -52,7 +52,7 @@ def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
 
 
 def test_an_answer_that_comes_back_shorter_runs_from_its_prompt(model, tokenizer):
-    """Clients drop what a model thought: each turn parts from the cache at the end of the last prompt."""
+    """Clients remove the model's reasoning, so each turn differs from the cache from the end of the last prompt on."""
     rng = random.Random(1)
     with model.session(capacity=8192) as session, model.load(session) as program:
         chat = etkv.Chat(program, tokenizer)

@@ -1,7 +1,6 @@
-"""Programs of models with recurrent layers for the CPU: their calls, their metadata, and what their graphs compute.
+"""CPU programs of models with recurrent layers: their calls, their metadata, and the results of their graphs.
 
-Graphs run in plain PyTorch, with the ops on their reference state: what XNNPACK computes of them runs as it is in the
-graph after all rewrites.
+Graphs run in plain PyTorch after all rewrites, with the ops on their reference state.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ FAMILIES = [
 ]
 
 ENDS = [7, 9, 20, 21, 22, 30]
-"""The ends of steps."""
+"""The positions at which steps end."""
 
 
 class Recorded:
-    """A cache or a state that notes the calls of its ops, by layer."""
+    """A cache or a state that records the calls of its ops by layer."""
 
     def __init__(self, held, calls: list) -> None:
         self._held, self._calls = held, calls
@@ -87,7 +86,7 @@ def test_graphs_compute_what_transformers_computes(name, tmp_path):
     with torch.no_grad():
         expected = step.model(ids, use_cache=False).logits[0]
     assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.std()
-    # Payloads say in which order the calls of a forward run.
+    # Payloads contain the order of the calls of a forward.
     payloads = [json.loads(delegate.processed_bytes) for delegate in _delegates(edge.exported_program("forward"))]
     numbered = {payload["call"]: (payload["op"], payload["layer"]) for payload in payloads if "call" in payload}
     assert [numbered[call] for call in range(len(numbered))] * len(ENDS) == calls
@@ -135,17 +134,17 @@ def test_metadata(qwen):
     recurrence = RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
     assert params.recurrent_layers == (convolution, recurrence, convolution, recurrence)
     assert (len(params.layers), params.backend) == (1, "cpu")
-    # ExecuTorch's runners would take the program for one without a state.
+    # With this constant, ExecuTorch's runners would run the program as one without a state.
     assert "get_n_caches" not in qwen.constant_names
 
 
 def test_weights_alone_are_computed_once(qwen):
-    """What is left to ExecuTorch's kernels moves rows."""
+    """Parts of the graph that depend only on weights are folded. ExecuTorch's kernels only move rows."""
     assert not {"aten::exp", "aten::squeeze_copy", "aten::neg"} & set(qwen.operators("forward"))
 
 
 def test_a_program_that_differs_is_refused(tmp_path, monkeypatch):
-    """The check of an export goes beyond the first anchor."""
+    """The export's check compares tokens beyond the first anchor."""
     model = recurrent_models.write("lfm3", tmp_path / "model")
     request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", verify=True)
     run_model = check.Check.run_model
@@ -171,7 +170,7 @@ def test_states_without_ops_are_refused(family, backend):
 
 
 def test_softplus_and_sums_on_xnnpack(tmp_path):
-    """The operators that recurrent layers add, as XNNPACK computes them in a program without a cache."""
+    """XNNPACK computes the operators that recurrent layers add, in a program without a cache."""
     from executorch.exir import to_edge_transform_and_lower
     from executorch.runtime import Runtime
 

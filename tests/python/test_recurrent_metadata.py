@@ -1,4 +1,4 @@
-"""The metadata of programs with recurrent layers, which have a version of their own."""
+"""The metadata of programs with recurrent layers, which has another version."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_programs_without_recurrent_layers_are_as_before():
 
 
 def test_version_1_has_no_recurrent_layers():
-    """A reader that knows version 1 alone would miss them, so it must see another version."""
+    """A reader of version 1 would ignore recurrent layers, so programs with them must have another version."""
     assert metadata.RECURRENT_SCHEMA_VERSION != metadata.SCHEMA_VERSION
     assert read_kv_cache_metadata({**written(), "kv_cache.schema_version": 1}).recurrent_layers == ()
 

@@ -1,4 +1,4 @@
-"""Programs of models with recurrent layers for MLX: their ids and logits are those of transformers in float32."""
+"""MLX programs of models with recurrent layers: ids and logits equal those of transformers in float32."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FAMILIES = [
 CHUNK, PROMPT, DECODED = 100, 150, 64
 
 _TOLERANCE = {"zamba2": 2e-3}
-"""The largest error of a logit, as a part of their spread, where it is more than 3e-4: the model has 54 layers.
+"""Model -> tolerance of logits, as a fraction of their spread, if it exceeds 3e-4. This model has 54 layers.
 
-The models are sensitive: the eager ops, token by token, are off by 1e-4 in qwen3.5, and bfloat16 by 0.8.
+The models are sensitive: in qwen3.5 the error of the eager ops, token by token, is 1e-4, and that of bfloat16 is 0.8.
 """
 
 
@@ -74,7 +74,7 @@ def close(found, rows: torch.Tensor, name: str = "") -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ids_are_those_of_transformers(name, exported):
-    """A prompt in chunks, and greedy ids after it."""
+    """A prompt runs in chunks, and greedy ids follow."""
     path, model = exported(name)
     text, rows = ids(PROMPT), []
     with DecodeSession(config(path)) as session, etkv.load(path, session) as program:
@@ -91,7 +91,7 @@ def test_ids_are_those_of_transformers(name, exported):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
 def test_the_host_chooses_how_it_decodes(name, exported):
-    """The last row only, ids that the program chooses, and steps of the interpreter give the same ids."""
+    """The ids are the same with only the last row, with ids that the device chooses, and with interpreted steps."""
     path, model = exported(name)
     prompt, answers = ids(70), []
     for options in ({}, {"logits": "last"}, {"logits": "proposed"}, {"passes": "none"}, {"passes": "interpreted"}):
@@ -135,7 +135,7 @@ def test_a_fork_and_its_origin_run_in_one_step(name, exported):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-4"])
 def test_a_batch_of_prompts_and_answers(name, exported):
-    """Four prompts of different lengths in shared steps, and greedy ids after them in steps of four tokens."""
+    """Four prompts of different lengths share steps. Greedy ids follow in steps of four tokens."""
     path, model = exported(name)
     texts = [ids(length, factor) for length, factor in ((62, 37), (20, 41), (5, 43), (11, 47))]
     with SeqSession(config(path, capacity=512)) as session, etkv.load(path, session) as program:
@@ -176,7 +176,7 @@ def test_a_tree_of_candidates(name, exported):
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba-2"])
 def test_quantized_weights(name, tmp_path):
-    """Weights of 8 bits: the answers in chunks and token by token are the same, and near the model's."""
+    """With weights of 8 bits, answers are the same in chunks and token by token, and close to those of the model."""
     reference.speed_up_exports()
     model = recurrent_models.write(name, tmp_path / "model")
     request = ExportRequest(model, tmp_path / "model.pte", quantize="8w", prefill_chunk=CHUNK, verify=False)
@@ -191,7 +191,7 @@ def test_quantized_weights(name, tmp_path):
 
 
 def test_half_precision(tmp_path):
-    """States are float32, whatever the program computes in. transformers in bfloat16 is off by 0.09."""
+    """States are float32, although the program computes in half precision. transformers' error in bfloat16 is 0.09."""
     reference.speed_up_exports()
     model = recurrent_models.write("mamba-2", tmp_path / "model")
     request = ExportRequest(model, tmp_path / "model.pte", dtype="bfloat16", prefill_chunk=CHUNK, verify=False)
@@ -204,7 +204,7 @@ def test_half_precision(tmp_path):
 
 
 def test_delegates_have_a_name_of_their_own(exported):
-    """ExecuTorch's own backend, which lacks the nodes, is named MLXBackend."""
+    """The name differs from MLXBackend, that of ExecuTorch's own backend, which lacks the nodes."""
     path, _ = exported("lfm2")
     assert PteFile(path).delegates["forward"] == ["EtkvForMLX"]
 

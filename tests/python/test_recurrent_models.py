@@ -1,4 +1,4 @@
-"""Models with recurrent layers in plain PyTorch: the ops on their reference state give transformers' logits."""
+"""Models with recurrent layers in plain PyTorch: the ops on their reference state return transformers' logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from etkv.recurrent_layer import RecurrentLayer
 from etkv.reference import ContiguousCache, RecurrentState, SeqCache
 
 ENDS = [7, 14, 30, 40]
-"""The ends of the chunks of a prompt."""
+"""The positions at which chunks of a prompt end."""
 
 DECODED = 64
 
 _TOLERANCE = {"zamba2": 1e-3}
-"""The largest error of a logit, as a part of their spread, where it is more than 1e-4: the model has 54 layers."""
+"""Model -> tolerance of logits, as a fraction of their spread, if it exceeds 1e-4. This model has 54 layers."""
 
 KINDS = {
     "qwen3.5": ["convolution", "recurrence"] * 2,
@@ -49,7 +49,7 @@ def caches(layout):
 
 @pytest.mark.parametrize("name", recurrent_models.FAMILIES)
 def test_logits_equal_those_of_transformers(name):
-    """A prompt in chunks, and greedy ids after it, against one run of transformers over all of them."""
+    """A prompt in chunks and greedy ids are compared with one forward of transformers over all tokens."""
     step, layout = surveyed(name)
     assert len(layout.recurrent) > 0
     ids, rows = [(number * 37 + 11) % 250 for number in range(ENDS[-1])], []
@@ -69,7 +69,7 @@ def test_logits_equal_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_text_goes_on_otherwise(name):
-    """A step below the length rewinds cache and state."""
+    """A step that begins below the length rewinds the cache and the state."""
     step, layout = surveyed(name)
     ids = [(number * 37 + 11) % 250 for number in range(30)]
     others = ids[:17] + [(number * 41 + 5) % 250 for number in range(20)]
@@ -84,7 +84,7 @@ def test_a_text_goes_on_otherwise(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_texts_in_one_step(name):
-    """A fork after 9 tokens: both branches run in one step, their tokens by turns."""
+    """After a fork at 9 tokens, both branches run in one step, with their tokens interleaved."""
     step, layout = surveyed(name)
     ids = [(number * 37 + 11) % 250 for number in range(15)]
     others = ids[:9] + [(number * 41 + 5) % 250 for number in range(6)]
@@ -104,7 +104,7 @@ def test_two_texts_in_one_step(name):
 
 
 def _logits(step, ids):
-    """Return transformers' logits of ``ids``, and leave ``step`` as it was."""
+    """Return transformers' logits of ``ids``, without changing ``step``."""
     step.model.set_attn_implementation("eager")
     try:
         return step.model(torch.tensor([ids]), use_cache=False).logits[0]
@@ -128,7 +128,7 @@ def test_sizes_of_layers():
 
 
 def test_without_a_step_they_are_those_of_transformers():
-    """A model that is taken still runs as before outside of a step, and within ``as_transformers``."""
+    """A model that calls the ops in steps still runs as before outside of a step, and within ``as_transformers``."""
     step, _ = surveyed("mamba-2")
     ids = torch.arange(9).reshape(1, -1)
     untouched = recurrent_models.model("mamba-2")

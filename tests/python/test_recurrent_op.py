@@ -32,7 +32,7 @@ def part(tensors, begin: int, end: int):
 
 
 def run(inputs, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a forward of a convolution and a recurrence on a part of ``inputs``."""
+    """Run a forward of a convolution and a recurrence on the tokens ``begin`` to ``end`` of ``inputs``."""
     at = torch.arange(begin, end)
     x, weight, bias, *others = inputs
     return (
@@ -66,7 +66,7 @@ def test_a_recurrence_is_its_unrolled_sum(decay, delta):
         sums = sums if decay == "channel" else sums[:, None].expand(T, K_DIM)
         keys, queries, written = k[0, head // share], q[0, head // share], []
         for t in range(T):
-            # What the rows before say of a key: sum over i of (k_t exp(G_t - G_i) k_i) u_i.
+            # The sum over earlier rows i of (k_t exp(G_t - G_i) k_i) u_i.
             def read(row, until, t=t, sums=sums, keys=keys, written=written):
                 terms = ((row * (sums[t] - sums[i]).exp() * keys[i]).sum() * written[i] for i in range(until))
                 return sum(terms, torch.zeros(V_DIM, dtype=torch.float64))
@@ -93,7 +93,7 @@ def test_rewinds_and_forks(inputs):
         whole = run(inputs, 0, T)
         state.rewind(4)
         torch.testing.assert_close(run(inputs, 4, T), tuple(made[:, :, 4:] for made in whole))
-        # A step below the length rewinds by itself.
+        # A step that begins below the length rewinds automatically.
         torch.testing.assert_close(run(inputs, 2, 5), tuple(made[:, :, 2:5] for made in whole))
         state.fork(0, 7)
         state.begin_step([7, 0, 7, 0])
@@ -159,7 +159,7 @@ def test_tracing_needs_no_state(inputs, out_dtype):
 
 
 def test_the_dispatcher_has_no_complaint(inputs):
-    """Schemas, autograd registration and fake kernels, as torch checks them."""
+    """torch checks schemas, autograd registration and fake kernels."""
     x, weight, bias, *others = inputs
     with op.active(None, RecurrentState(1)):
         arguments = (x, weight, bias, torch.arange(T), 0, "silu", torch.float16)

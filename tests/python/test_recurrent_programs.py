@@ -1,7 +1,7 @@
 """Programs of models with recurrent layers on their caches: ids, batches, forks, rewinds, checkpoints, files and trees.
 
-Without attention the logits of a text are the same bits however the text was cut into steps. Attention on the CPU sums
-in an order that depends on the steps and on the slots of rows, so logits of models with it are compared within a
+Without attention, the logits of a text are bitwise equal for any division into steps. Attention on the CPU sums in an
+order that depends on the steps and on the slots of rows. So logits of models with attention are compared within a
 tolerance, unless the steps are the same.
 """
 
@@ -48,16 +48,16 @@ pytestmark = pytest.mark.long
 
 @dataclass(frozen=True)
 class Model(TinyProgram):
-    """A program with recurrent layers, and the model that it was made of."""
+    """A program with recurrent layers, and its model."""
 
     def session(self, kind: type[Session] = DecodeSession, **changes: Any) -> Any:
-        # With more tokens in a step, windows would hold whole texts.
+        # With longer steps, windows would hold whole texts.
         return super().session(kind, **{"max_step_tokens": CHUNK, **changes})
 
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare rows of logits of the same tokens in other steps.
+        """Compare rows of logits of the same tokens in different steps.
 
-        Over 300 tokens of Qwen3.5's tiny forms transformers is off by up to 5e-4 from float64, and programs by 4e-4.
+        Over 300 tokens of tiny Qwen3.5 models, transformers differs from float64 by up to 5e-4, and programs by 4e-4.
         """
         assert error(found, expected) < TOLERANCE
 
@@ -71,7 +71,7 @@ class Model(TinyProgram):
 
 @functools.cache
 def _model(name: str, backend: str) -> Model:
-    """Return a model whose program is current."""
+    """Return a model with a current program."""
     family, changes = recurrent_models.FAMILIES[name]
     model = Model(f"recurrent-{name}", family, changes, backend)
     model.export()
@@ -93,7 +93,7 @@ def without_attention(request) -> Model:
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession])
 def test_ids_are_those_of_transformers(model, kind):
-    """A prompt in chunks, and greedy ids after it."""
+    """A prompt runs in chunks, and greedy ids follow."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
         found = decode(program, text, PROMPT, DECODED)
@@ -103,7 +103,7 @@ def test_ids_are_those_of_transformers(model, kind):
 
 
 def test_generated_ids(model):
-    """``generate_tokens`` gives transformers' greedy ids up to the first that ends an answer."""
+    """``generate_tokens`` returns transformers' greedy ids up to the first eos id."""
     prompt = ids(PROMPT)
     with model.session() as session, model.load(session) as program:
         answer = list(etkv.generate_tokens(program, prompt, max_tokens=DECODED))
@@ -117,7 +117,7 @@ def test_generated_ids(model):
 
 
 def test_a_batch_of_sequences(model):
-    """Four prompts of other lengths, read one after the other and decoded in the same steps."""
+    """Four prompts of different lengths are read one after the other, and decoded in the same steps."""
     lengths, steps = (150, 64, 129, 7), 70
     texts = [ids(length + steps, factor) for length, factor in zip(lengths, (37, 41, 43, 47), strict=True)]
     with model.session(SeqSession) as session, model.load(session) as program:
@@ -140,7 +140,7 @@ def test_a_batch_of_sequences(model):
 
 
 def test_branches_of_a_fork(model):
-    """Three sequences share a prompt, go on with other tokens, and the first ends before the others."""
+    """Three sequences share a prompt and continue with different tokens. The first ends before the others."""
     prompt = 150
     texts = [ids(prompt) + ids(80, factor) for factor in (37, 41, 43)]
     with model.session(SeqSession) as session, model.load(session) as program:
@@ -168,7 +168,7 @@ def test_branches_of_a_fork(model):
 
 
 def test_a_branch_that_begins_at_a_checkpoint(model):
-    """A branch shares a text up to a checkpoint, and keeps it when the other text is gone."""
+    """A branch shares a text up to a checkpoint, and keeps it after the other text is removed."""
     text = ids(PROMPT)
     other = text[:BLOCK] + ids(200, 41)
     with model.session(SeqSession) as session, model.load(session) as program:
@@ -202,7 +202,7 @@ def test_rewinds_within_a_block(model, kind):
             session.rewind(back)
             assert session.length == back
             if number % 2:
-                # Other tokens leave no trace.
+                # Tokens that are rewound leave no trace.
                 run(program, [0] * back + ids(numbers.randint(1, 30), 41), back, back + 1)
                 session.rewind(back)
             goal = min(PROMPT, length + numbers.randint(-20, 30))
@@ -213,7 +213,7 @@ def test_rewinds_within_a_block(model, kind):
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession, TreeSession])
 def test_a_checkpoint_far_before_the_end(model, kind):
-    """The rest of a text that runs again from a checkpoint has the same logits, bit for bit."""
+    """If the rest of a text runs again from a checkpoint, its logits are bitwise equal."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
         assert session.mark(100) == BLOCK
@@ -226,7 +226,7 @@ def test_a_checkpoint_far_before_the_end(model, kind):
             session.rewind(BLOCK)
             assert session.length == BLOCK
             model.same(run(program, text, BLOCK, PROMPT), first)
-        # A text that parts at the checkpoint.
+        # Continue with another text from the checkpoint.
         session.rewind(BLOCK)
         other = text[:BLOCK] + ids(100, 41)
         model.close(run(program, other, BLOCK, len(other)), model.expected(other)[BLOCK:])
@@ -234,7 +234,7 @@ def test_a_checkpoint_far_before_the_end(model, kind):
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession, TreeSession])
 def test_positions_that_are_not_reachable(model, kind):
-    """The refusal names the reachable position below, and changes nothing."""
+    """The error names the next lower reachable position. The refused call changes nothing."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
         expected = run(program, text, 0, PROMPT)[260:]
@@ -309,7 +309,7 @@ def test_a_prefix_goes_on_alike(model):
 
 
 def test_trees_are_lossless(model):
-    """Greedy ids through trees of candidates, most of them wrong, are those of a token a step."""
+    """Greedy ids with trees of candidates, most of them wrong, equal those of steps of one token."""
     prompt, count = 120, 80
     text = ids(prompt)
     with model.session() as session, model.load(session) as program:
@@ -321,7 +321,7 @@ def test_trees_are_lossless(model):
     with model.session(TreeSession) as session, model.load(session) as program:
         given.append(int(run(program, given, 0, prompt)[-1].argmax()))
         while len(given) < prompt + count:
-            # The root is the next id. The chain below it is right up to a length, and each node has wrong siblings.
+            # The root is the next id. The chain below it is right up to some length, and each node has wrong siblings.
             position = len(given) - 1
             depth, right = numbers.randint(1, 6), numbers.randint(0, 6)
             tokens, parents, chain = [given[-1]], [-1], 0
@@ -364,7 +364,7 @@ LENGTH = 260
 
 
 class Way:
-    """A random way to read one text: steps, detours, rewinds, forks, trees and files."""
+    """Reads a text with a random series of steps, detours, rewinds, forks, trees and files."""
 
     def __init__(self, model: Model, seed: int, expected: torch.Tensor, tolerance: float, folder: Path) -> None:
         self.random = random.Random(seed)
@@ -448,14 +448,14 @@ class Way:
         if self.random.random() < 0.5:
             self.session.load(file)
             return
-        # Another text in between.
+        # Run another text in sequence 0 in between.
         self.sequence, sequence = 0, self.sequence
         self.forward(self.wrong(90), 0)
         self.session.load(file)
         self.sequence = sequence
 
     def refused(self) -> None:
-        """A step at a wrong position fails, and leaves no trace."""
+        """Run a step at a wrong position, which fails and leaves no trace."""
         length = self.next
         self.declare(2)
         with pytest.raises(etkv.EtkvError):
@@ -465,7 +465,7 @@ class Way:
         assert self.next == length
 
     def fork(self) -> None:
-        """A branch goes on with other tokens, and either of them is removed."""
+        """Fork a branch that continues with other tokens. Remove one of both sequences."""
         begin, old = self.next, self.sequence
         if begin == 0:
             return
@@ -475,7 +475,7 @@ class Way:
         other = old + branch - self.sequence
         n = min(self.random.randint(1, 12), LENGTH - begin)
         if self.random.random() < 0.5:
-            # Both in one step.
+            # Run both sequences in one step.
             tokens = [self.random.randrange(250) for _ in range(n)]
             self.session.begin_step([self.sequence, other] * n)
             both = [token for pair in zip(self.text[begin : begin + n], tokens, strict=True) for token in pair]
@@ -502,7 +502,7 @@ class Way:
             self.session.seq_rm(other)
 
     def tree(self) -> None:
-        """Frontiers of right and wrong candidates. A part of the right chain is accepted."""
+        """Propose frontiers of right and wrong candidates. Accept a part of the right chain."""
         begin = self.next
         chain: list[int] = []
         n_nodes = 0

@@ -1,7 +1,7 @@
-"""The reference caches against attention without any cache, over random programs of steps.
+"""The reference caches against attention without a cache, over random programs of steps.
 
-The model here keeps only texts. A sequence is the list of all tokens written to it, and a copy copies the list. A
-candidate is a text that ends in it. Every query attends to its whole text anew.
+The model in this file keeps only texts. A sequence is the list of all tokens written to it, and a copy copies the list.
+A candidate is the text that ends with it. Every query attends to its whole text from scratch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Token:
     position: int
     rows: list[tuple[np.ndarray, np.ndarray]]
     name: tuple[int, int]
-    """The step's seed and the token's index in the step. Copies have the same."""
+    """The step's seed and the token's index in the step. Copies share them."""
 
 
 @dataclass
 class Texts:
-    """Sequences as texts, and their candidates as nodes: parent and token."""
+    """Sequences as texts, and their candidates as nodes with a parent and a token."""
 
     sequences: dict[int, list[Token]] = field(default_factory=dict)
     trees: dict[int, list[tuple[int, Token | None]]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Texts:
         self.sequences.setdefault(sequence, []).extend(tree[node][1] for node in accepted)
 
     def step(self, kind: str, tokens: list[Token], owners: tuple[tuple[int, ...], ...] | None) -> list[list[Token]]:
-        """Writes tokens, and returns the text of each: the tokens that its query would see without windows."""
+        """Write tokens, and return the text of each: the tokens that its query would see without windows."""
         if kind == "contiguous":
             owners = ((0,),) * len(tokens)
             self.rewind(tokens[0].position)
@@ -109,7 +109,7 @@ class Texts:
         return tuple(waiting) or (tuple(self.sequences) or (0,),) * n_tokens
 
     def _written(self, sequence: int, token: Token) -> list[Token]:
-        """Writes a token, and returns the text that ends in it."""
+        """Write a token, and return the text that ends with it."""
         text = self.sequences.setdefault(sequence, [])
         if sequence not in self.trees:
             text.append(token)
@@ -125,14 +125,14 @@ class Texts:
 
 
 def _is_seen(facts, query, position):
-    """Return whether a query of the layer sees a position that is not after its own."""
+    """Return whether a query of the layer sees ``position``, which is not after the query."""
     if facts.chunk:
         return position >= query - query % facts.chunk
     return facts.window == 0 or position + facts.window > query or position < facts.sinks
 
 
 def attention(q: np.ndarray, text: list[Token], layer: int, facts: LayerConfig, position: int) -> np.ndarray:
-    """Return a query's attention, ``[n_heads, head_dim]``, over the part of its text in the layer's window."""
+    """Return the attention of a query, ``[n_heads, head_dim]``, over the part of its text in the layer's window."""
     rows = [token.rows[layer] for token in text if _is_seen(facts, position, token.position)]
     out = []
     for head, query in enumerate(q):
@@ -158,7 +158,7 @@ def written(config: CacheConfig, step: Step, formats: tuple[str, str]) -> list[T
 
 
 def check(kind: str, config: CacheConfig, program: list[Operation], cache: ReferenceCache) -> int:
-    """Applies a program to a cache by the op, and compares all outputs and answers. Returns the number of committed
+    """Apply a program to a cache with the op, and compare all outputs and answers. Return the number of committed
     steps.
     """
 
@@ -203,7 +203,7 @@ def _can_be(owners: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def convert(texts: Texts, old: tuple[str, str], new: tuple[str, str]) -> tuple[str, str]:
-    """Converts the rows of texts as the cache has. Other tests check when formats change."""
+    """Convert the rows of texts as the cache has converted its rows. Other tests check when formats change."""
     if old != new:
         tokens = [token for text in texts.sequences.values() for token in text]
         for token in tokens + [token for tree in texts.trees.values() for _, token in tree if token]:
@@ -278,7 +278,7 @@ def test_programs(kind, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_steps(kind):
-    """Steps have many tokens of few sequences, as prompts do."""
+    """Steps have many tokens of few sequences, like prompts."""
     config = replace(CONFIGS["mixed windows and heads"], capacity=256, max_step_tokens=64)
     program = step_programs.generate(kind, config, 3, 25, most_tokens=64)
     assert check(kind, config, program, make_cache(kind, config)) > 4

@@ -1,4 +1,4 @@
-"""Messages of the reference caches' refusals, forwards without a commit, and changes of formats."""
+"""Reference caches: messages of refused calls, forwards without a commit, and changes of formats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def grown(cache, length):
 
 
 def assert_refused(cache, call, status, words):
-    """Check that the call is refused with these words, and that the cache answers and attends as before."""
+    """Check that the call is refused with these words, and that the cache is unchanged."""
     before = step_programs.answers(cache)
     with pytest.raises(StatusError, match=words) as caught:
         call()
@@ -133,7 +133,7 @@ def test_there_are_three_kinds():
 
 
 def frontier(cache):
-    """Add two positions, and a frontier of three nodes after them."""
+    """Add two positions and a frontier of three nodes."""
     forward(cache, [0, 1])
     cache.propose([-1, 0, -1])
 
@@ -290,7 +290,9 @@ def test_a_new_forward_drops_an_unfinished_forward():
 
 @pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
 def test_a_repeated_layer_with_the_same_rows_only_attends(kind):
-    """It comes before or after the last layer's first call, with other queries. Nothing is written twice."""
+    """The repeated call is before or after the first call of the last layer, with other queries. Nothing is written
+    twice.
+    """
     cache = grown(make_cache(kind, TWO), 3)
     brought = [rows(TWO, layer, 2, seed=7) for layer in range(2)]
     first = [cache.update_and_fetch(0, *brought[0], [3, 4])]
@@ -320,7 +322,7 @@ def test_a_repeated_layer_with_other_rows_begins_another_forward(kind):
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_repeated_forward_may_have_some_layers_with_the_same_rows(changed, finished):
-    """If a forward is repeated with a change in one layer, earlier layers bring the same rows."""
+    """If a forward is repeated with a change in one layer, layers before it have the same rows."""
     config = CacheConfig([LayerConfig(2, 4)] * 3, 16, k_format="f32", v_format="f32")
     cache = grown(make_cache("contiguous", config), 2)
     for layer in range(3 if finished else 2):
@@ -372,8 +374,9 @@ def test_an_aborted_implicit_rewind_keeps_the_positions():
 
 
 def test_windows_drop_the_positions_that_a_native_cache_drops():
-    """Its window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for another step.
-    When more than 8 are used, the sink and the last 5 stay. A query must be at least 3 after the first of these 5.
+    """The native window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for
+    another step. When more than 8 are used, the sink and the last 5 stay. A query must be at least 3 after the first of
+    these 5.
     """
     cache, found = ContiguousCache(SLIDING), []
     for at in range(20):

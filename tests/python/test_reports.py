@@ -1,4 +1,4 @@
-"""Reports as JSON: docs/reports.md lists their fields, and their values are right."""
+"""JSON reports: docs/reports.md lists all fields, and their values are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def section(title: str) -> str:
 
 
 def documented(title: str) -> dict[str, list[type]]:
-    """Return field -> its allowed types."""
+    """Return the allowed types of each field in a table of the page."""
     fields: dict[str, list[type]] = {}
     for row in re.findall(r"^\| (`.*?) \| (.*?) \| .* \|$", section(title), re.MULTILINE):
         names, kinds = re.findall(r"`([^`]+)`", row[0]), row[1].split(", ")
@@ -50,7 +50,7 @@ def check(found, title: str, seen: set[str]) -> None:
                 visit(inner, f"{path}[]")
         else:
             within = path.removesuffix("[]")
-            # A null in place of an object has no fields.
+            # If an object is null, its fields are absent.
             assert path in fields or within in fields or value is None, f"{path} is not listed"
 
     visit(found, "")

@@ -1,4 +1,4 @@
-"""Requests that are refused before any load, and the messages of the commands."""
+"""Requests that are refused before anything is loaded, and the messages of the commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _run(capsys, *arguments) -> str:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """Return a folder that looks like a model until it is read."""
+    """Return a folder that looks like a model as long as its files are not read."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -103,7 +103,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize("through", ["model", "model/", "link", "model/../link", "link/within", "model/not/there/yet"])
 @pytest.mark.parametrize("option", ["--output", "--keep-hf"])
 def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
-    """Links to the folder are followed, and nothing is made before the check: no folder, no trial file."""
+    """Links to the folder are followed, and nothing is created before the check: no folder and no trial file."""
     (tmp_path / "link").symlink_to(model)
     (model / "within").mkdir()
     folder = tmp_path / through
@@ -124,7 +124,7 @@ def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
 
 
 def test_files_that_the_model_links_to_are_not_written_to(capsys, tmp_path, model):
-    """In a hub's cache, for example, a model's folder has only links."""
+    """For example, a model's folder in a hub's cache has only links."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (model / "config.json").replace(blobs / "config.json")

@@ -1,4 +1,4 @@
-"""``etkv_run``: one call of a method on tensors from a file."""
+"""``etkv_run``: calls a method once on tensors from a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from etkv import CacheConfig, LayerConfig, _mlx_serialization
 from runners import FAILED, MISUSED, refused, runner
 
 DTYPES = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bfloat16, torch.bool, torch.uint8)
-"""The dtypes, by their numbers in a file."""
+"""The dtypes in the order of their numbers in a file."""
 
 KV = CacheConfig([LayerConfig(2, 32)] * 2, capacity=16, k_format="f32", v_format="f32")
 
 
 class Every(torch.nn.Module):
-    """Returns a tensor of each dtype, in another shape, and a sum."""
+    """Returns a reshaped tensor of each dtype, and a sum."""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (*(tensor.reshape(-1, 2) for tensor in tensors), tensors[0] + 1)
@@ -66,7 +66,7 @@ def attention(folder) -> Path:
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return the file of some tensors."""
+    """Return the contents of a file with ``tensors``."""
     data = struct.pack("<I", len(tensors))
     for tensor in tensors:
         data += struct.pack(f"<II{tensor.dim()}i", DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)
@@ -75,7 +75,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[torch.Tensor]:
-    """Return the tensors of a file."""
+    """Return the tensors in the contents of a file."""
     (count,), data = struct.unpack_from("<I", data), data[4:]
     tensors = []
     for _ in range(count):
@@ -101,7 +101,7 @@ def command(program: Path, folder: Path, data: bytes, *options: object) -> list[
 
 
 def run(program: Path, folder: Path, tensors: Sequence[torch.Tensor], *options: object) -> list[torch.Tensor]:
-    """Return the outputs of one call. Checks the lines that name them."""
+    """Return the outputs of one call, and check the printed lines about them."""
     done = reference.run(command(program, folder, packed(tensors), *options))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     outputs = unpacked((folder / "out.bin").read_bytes())

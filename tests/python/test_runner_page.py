@@ -1,4 +1,4 @@
-"""The page of the runners shows their real output."""
+"""The output on the page of the runners is real."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def without_times(output: str) -> str:
 
 
 def test_the_page_has_every_runner():
-    # The first two have their own pages. The last one is a tool of the tests.
+    # The first two runners have their own pages. The last one is a tool for tests.
     shown = {words[0].removeprefix("build/bin/") for words, _ in blocks()}
     built = {path.name for path in reference.BIN.glob("etkv_*")}
     assert shown == built - {"etkv_minimal", "etkv_forward", "etkv_tokenize"}

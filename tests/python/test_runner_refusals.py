@@ -1,4 +1,4 @@
-"""Refusals of the example runners, and what they leave behind when they end."""
+"""Errors of the example runners, and what remains after they end."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_memory_returns_to_where_it_was(llama, name):
     assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
     process = [float(mebibytes) for _, _, mebibytes in rounds]
     reference.note(f"{name}: {process[0]} MiB after one round, {process[9]} after 10, {process[-1]} after 50")
-    # Heap fragmentation may vary a little. A leak of 13 KiB a round would show.
+    # Heap fragmentation may vary a little. A leak of 13 KiB a round would be found.
     assert process[-1] < process[9] + 0.5
 
 
 @EACH
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_within_a_step(llama, name, tmp_path, number):
-    """No file is left, and Ctrl-C ends a runner with its own message."""
+    """No file is left behind, and after Ctrl-C a runner prints its own message."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
     words = command(name, llama, "--repeat", 100_000, "--max-tokens", 8)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -134,7 +134,7 @@ def test_stopped_within_a_step(llama, name, tmp_path, number):
 
 
 def test_rollback_stops_between_scenes(llama):
-    """After Ctrl-C within an answer, no other answer begins, and no other heading is printed."""
+    """After Ctrl-C within an answer, no further answer begins, and no further heading is printed."""
     words = command("rollback", llama, "--max-tokens", 400)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     with reference.started(words, errors="replace", **streams) as run:

@@ -1,4 +1,4 @@
-"""The example runners on models with windows: dropped positions are read again, and answers are right."""
+"""The example runners on models with windows: dropped positions are read again, and the answers are right."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
     n_answers, n_tokens = checked(done)
     if name == "rollback":
         assert "the layers' windows have moved past position" in done.stderr
-        # All answers are checked but the last, which has another window.
+        # All answers except the last, which has another window, are checked.
         assert n_answers == len(answers(done.stdout)) - 1
     else:
         assert n_answers == len(answers(done.stdout)) > 1
@@ -44,7 +44,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
 @MODELS
 @pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
 def test_chat_rolls_back_turns_that_windows_have_moved_past(model, options):
-    """Later answers equal those of a conversation without the undone turns."""
+    """After turns are undone, answers equal those of a conversation without these turns."""
     words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MAX, *options]
 
     def converse(*lines: str) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The example runners: their answers equal reference decoding, and a full cache ends one answer only."""
+"""The example runners: answers equal reference decoding, and a full cache ends only one answer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def llama() -> Program:
 
 @pytest.fixture(scope="module")
 def qwen3() -> Program:
-    """Return a program with rows of 32 elements, which every format takes."""
+    """Return a program with rows of 32 elements, which fit every format."""
     return with_longer_context("tiny-qwen3")
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Program:
-    """Return a CPU program with such rows."""
+    """Return a CPU program with rows of 32 elements."""
     return with_longer_context("tiny-qwen3", backend="cpu")
 
 
@@ -68,7 +68,7 @@ def test_answers_are_those_of_reference_decoding(llama, name):
 @EACH
 @pytest.mark.parametrize("kv_format", ["f32", "affine4g32"])
 def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
-    """The runner checks its own answers. In float32 they equal those on MLX."""
+    """The runner checks its own answers. In float32 they also equal those on MLX."""
     words = ["--max-tokens", MAX, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
     done = succeed(name, on_cpu, *words)
     n_answers, n_tokens = checked(done)
@@ -86,13 +86,13 @@ def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     ],
 )
 def test_answers_in_every_format(qwen3, name, kv_format):
-    """With few bits, the answer is the same in a batch, after a fork, or alone."""
+    """Even with few bits, the answer is the same in a batch, after a fork, and alone."""
     done = succeed(name, qwen3, "--max-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
 
 
 def test_batch_answers_are_those_of_transformers(llama):
-    """transformers is an independent implementation."""
+    """Answers of a batch equal those of transformers, an independent implementation."""
     done = succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS))
     assert by_title(done.stdout) == expected(llama, QUESTIONS, MAX)
 
@@ -174,10 +174,11 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     ids=["fork", "prefix", "rollback", "4 bits"],
 )
 def test_the_real_model_answers_as_by_itself(smollm2, name, options):
-    """Conversations, contexts and small formats, which transformers lacks in this form.
+    """The runners' conversations, contexts and small formats have no counterpart in transformers.
 
-    OpenBLAS rounds a product differently for other numbers of rows. With 4-bit keys, a code that changes by one changes
-    logits by halves. So batches are compared with single answers under MLX's own products, which round each row alike.
+    OpenBLAS rounds a product differently for another number of rows. With 4-bit keys, a code that changes by one
+    changes logits by about 0.5. So batches are compared with single answers under MLX's own products, which round every
+    row in the same way.
     """
     environment = {**os.environ, "ETKV_BLAS": "mlx"} if "--kv-format" in options else None
     asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
@@ -191,7 +192,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
 
 @pytest.mark.real_model
 def test_repetition_is_drafted_from_the_text(smollm2):
-    """In a repetitive text, more than two ids a step are accepted."""
+    """In a repetitive text, more than two draft tokens a step are accepted."""
     text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
     done = reference.run([*words, "--depth", 5, "--width", 1, "--max-tokens", 24, "--check"])
@@ -206,8 +207,8 @@ def test_repetition_is_drafted_from_the_text(smollm2):
 
 
 def test_batch_at_capacity(llama):
-    """Requests that do not fit at once run in rounds. An answer that does not fit at all ends with a message, and the
-    rest go on.
+    """Requests that do not fit together run in rounds. An answer that does not fit even alone ends with a message, and
+    the other answers continue.
     """
     free = by_title(succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS)).stdout)
     lengths = sorted(map(len, encoded(llama, QUESTIONS).values()))
@@ -237,7 +238,7 @@ def test_batch_at_capacity(llama):
     ],
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
-    """The runner reports it, a rollback makes room, and the tokens of every answer are right."""
+    """The runner reports the full cache, a rollback makes room, and the tokens of every answer are right."""
     words = [str(word) for word in command(name, llama, "--max-tokens", MAX, "--check", *options)]
     # Both streams go to one pipe, to keep their order.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -248,7 +249,7 @@ def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
 
 
 SERVERS = ("admission", "batch", "prefix")
-"""Runners that go on with other requests if one cannot be answered."""
+"""Runners that continue with other requests if one request cannot be answered."""
 
 
 @EACH
@@ -278,7 +279,7 @@ def test_a_request_that_is_too_long_is_refused_alone(llama, name):
 
 
 def test_a_memory_budget_refuses_long_texts_only(qwen3):
-    """In float32 a position takes 1 KiB: a budget of 1 MiB holds 512 positions, but not another 1,024."""
+    """In float32 a position takes 1 KiB. A budget of 1 MiB suffices for 512 positions, but not for another 1,024."""
     words = ["--model", qwen3.path, "--raw", "--kv-format", "f32", "--max-tokens", 8, "--ids"]
     within, long = ["--prompt", "a" * 300], ["--prompt", "a" * 700]
     budget = ["--memory-budget-mib", 1]
@@ -296,7 +297,7 @@ def test_a_memory_budget_refuses_long_texts_only(qwen3):
 
 
 def test_a_fork_costs_only_the_branches_own_positions(llama):
-    """Eight branches share a context of 1024 tokens, which is read once and held once."""
+    """Eight branches share a context of 1024 tokens, which is read once and stored once."""
     done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-tokens", 16)
     (prefill,) = re.findall(
         r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are saved$", done.stderr, re.M
@@ -323,7 +324,7 @@ def test_a_fork_costs_only_the_branches_own_positions(llama):
 
 
 def position_bytes(program: Program) -> int:
-    """Return the bytes of a position in float32, by the model's configuration."""
+    """Return the bytes of a position in float32, computed from the model's configuration."""
     config = json.loads((program.hf / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     keys_and_values, float32 = 2, 4
@@ -351,7 +352,7 @@ CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
 def test_a_server_goes_on_from_earlier_texts(name, tmp_path):
-    """The server itself has read it, or, with a store, an earlier process. The answers are the same."""
+    """Earlier texts are those that the server has read or, with a store, an earlier process. The answers are the same."""
     model = with_longer_context(name)
     words = ["--max-tokens", 16, "--ids", "--check"]
     store = ["--prefix-store", tmp_path / "texts"]
@@ -371,7 +372,7 @@ def test_a_server_goes_on_from_earlier_texts(name, tmp_path):
     assert read[4][2] == 1
     assert all(cached > tokens / 2 for tokens, cached, _ in read[1:])
     assert "from the store" not in alone.stderr
-    # All but the last token is cached. The last token must run for its logits.
+    # All tokens except the last are cached. The last token must run for its logits.
     assert [turn[2] for turn in counts(again)] == [1] * 6
     assert re.search(r"^reused .*, \d+ from the store · ", again.stderr, re.M)
 
@@ -387,7 +388,7 @@ def test_a_fork_counts_branches_that_had_to_make_room(llama):
 
 
 def test_a_fork_leaves_out_branches_that_never_began(llama):
-    """Two prompts fit, but no answer."""
+    """Two prompts fit into the cache, but no answer does."""
     tail = len("aaaa<|im_end|>\n<|im_start|>assistant\n") - len("<|im_end|><|im_start|>") + 2
     free = succeed("agent_fork", llama, "--max-tokens", 1, *prompts(["aaaa"]))
     ((read, _, _, _, _),) = (map(int, found) for found in re.findall(PREFILL, free.stderr, re.M))
@@ -408,7 +409,7 @@ def test_a_single_branch_keeps_its_positions(llama):
 
 
 def test_more_branches_than_a_step_has_tokens(llama):
-    """The steps of 70 branches are two forwards each."""
+    """Each step of 70 branches is two forwards."""
     questions = [f"{i}?" for i in range(reference.TINY_CHUNK + 6)]
     done = succeed("agent_fork", llama, "--max-tokens", 4, "--check", "--ids", *prompts(questions))
     assert checked(done)[0] == len(answers(done.stdout)) == len(questions) + 1
@@ -446,7 +447,7 @@ def test_drafts_do_not_change_the_answer(llama, qwen3, draft, kv_format, shape):
 
 
 def test_first_layers_draft_for_all_of_them(qwen3):
-    """The exporter makes this draft of the model itself."""
+    """The exporter creates this draft from the model's first layers."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
     done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MAX, "--check", "--ids")
@@ -454,7 +455,7 @@ def test_first_layers_draft_for_all_of_them(qwen3):
 
 
 def test_a_program_that_returns_one_row_of_logits():
-    """It decodes one sequence at a time. Runners that need more rows say so."""
+    """Such a program decodes one sequence at a time. Runners that need more rows report an error."""
     last = with_longer_context("tiny-llama", logits="last")
     for name in ("prefix", "rollback"):
         assert checked(succeed(name, last, "--max-tokens", 8, "--check"))[0] > 3
@@ -498,7 +499,7 @@ def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
 
 
 def test_chat_goes_on_with_a_draft(llama):
-    """A rollback applies to the draft, too."""
+    """A rollback also applies to the draft."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
     words = [reference.CHAT, "--model", llama.path, "--ids", "--max-tokens", 24]
     plain, drafted = (

@@ -1,4 +1,4 @@
-"""Programs run from Python: numbers, arrays in and out, and errors after which everything stays usable."""
+"""Programs that run from Python: logits, input and output arrays, and errors after which everything stays usable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 @pytest.fixture(scope="module")
 def expected(llama) -> np.ndarray:
-    """Return a row of logits for each token of the prompt, by transformers."""
+    """Return transformers' row of logits for each token of the prompt."""
     return reference.logits(reference.load_hf(llama.hf), PROMPT)
 
 
@@ -72,7 +72,7 @@ def test_the_last_row_of_text_and_all_of_candidates(llama, kind):
             session.propose([-1, 0, 1])
             np.testing.assert_allclose(run(program, [7, 8, 9], n), three, atol=2e-4)
             session.commit([0])
-            # One of the three is kept.
+            # One of the three tokens is kept.
             np.testing.assert_allclose(run(program, [8, 9], n + 1), three[-1:], atol=2e-4)
 
 
@@ -145,19 +145,19 @@ def test_the_runtime_of_executorch_runs_it_too(llama, expected):
         rows = forward.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])[0]
         np.testing.assert_allclose(rows[0].numpy(), expected[-1:], atol=2e-4)
         assert session.length == len(PROMPT)
-        # Outside of the block nothing is bound.
+        # Outside of the block, programs are not bound.
         alone = runtime.load_program(llama.path).load_method("forward")
         with pytest.raises(RuntimeError):
             alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
 
 
 def test_bindings_nest_and_belong_to_a_thread(llama):
-    """The end of a block, also by an error, undoes its binding. No other thread sees the binding."""
+    """The end of a block, even with an error, removes its binding. No other thread has the binding."""
     etkv.register_backend()
     from executorch.runtime import Runtime
 
     def loads(into: etkv.Session | None) -> bool:
-        """Return whether a program that is loaded now runs on the cache of ``into``."""
+        """Load a program, and return whether it runs on the cache of ``into``."""
         before = into.length if into else 0
         method = Runtime.get().load_program(llama.path).load_method("forward")
         try:
@@ -182,7 +182,7 @@ def test_bindings_nest_and_belong_to_a_thread(llama):
 
 
 def test_many_sequences_in_a_step(llama, expected):
-    """Two sequences in one step, then a fork of the first: each has the same rows as alone."""
+    """Two sequences in one step, and later a fork of the first, have the same rows as alone."""
     other = [9, 8, 7]
     alone = reference.logits(reference.load_hf(llama.hf), other)
     with etkv.SeqSession(config(llama)) as session, etkv.load(llama.path, session) as program:
@@ -212,7 +212,7 @@ def test_a_token_of_two_sequences(llama, expected):
 
 
 def test_a_tree_of_candidates(llama, expected):
-    """Each of two branches after a prompt sees its own ancestors, and the accepted branch goes on."""
+    """Each of two branches after a prompt sees its own ancestors, and the accepted branch continues."""
     with etkv.TreeSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         run(program, PROMPT[:4])
         session.propose([-1, -1, 1])
@@ -250,7 +250,7 @@ def test_a_bad_step_changes_nothing(llama, session, expected, ids, positions, er
 
 
 def test_rows_without_a_session(tmp_path):
-    """``logits`` is checked and applied also without a cache."""
+    """``logits`` is checked and applied even without a cache."""
     path = cacheless(tmp_path / "x.pte")
     with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last, proposed"):
         etkv.load(path, None, logits="some")
@@ -277,13 +277,13 @@ def cacheless(path: Path) -> Path:
 
 
 def test_no_session_overrides_the_block(llama, session):
-    """A program that is loaded without a session has none, whatever the block around it binds."""
+    """A program that is loaded without a session has no session, even in a block that binds another one."""
     with session.bound(), etkv.load(llama.path, None) as program:
         assert program.session is None
         with pytest.raises(etkv.NoCacheError, match="loaded without one"):
             run(program, PROMPT)
         assert session.length == 0
-        # The binding of the block still holds.
+        # The binding of the block is still in force.
         with etkv.load(llama.path, session) as bound:
             run(bound, PROMPT)
         assert session.length == len(PROMPT)
@@ -318,7 +318,9 @@ def test_a_cache_of_other_layers(llama):
 
 @pytest.mark.parametrize("chooser", ["device", "host", "cpu"])
 def test_steps_beyond_the_context(llama, chooser, monkeypatch):
-    """A longer context is refused even if the session has room, ends answers, and is allowed by an option."""
+    """Steps beyond the context are refused even if the session has room, unless an option allows them. Answers end
+    there.
+    """
     path = cpu_programs.program(Variant("tiny-llama")).path if chooser == "cpu" else llama.path
     facts = etkv.read_kv_cache_metadata(path)
     context = facts.max_context_length
@@ -330,7 +332,7 @@ def test_steps_beyond_the_context(llama, chooser, monkeypatch):
         with etkv.load(path, session, logits="last") as program:
             assert program.context == context
             answer = etkv.generate_tokens(program, prompt, **options)
-            # Four tokens run, and the fifth is chosen at the last position.
+            # Four tokens of the answer run, and the fifth is chosen at the last position.
             assert (len(list(answer)), answer.finish_reason, session.length) == (5, "capacity", context)
             told = f"position {context} is beyond the context of {context} tokens that model.pte was exported for"
             for step in (
@@ -354,7 +356,7 @@ def test_steps_beyond_the_context(llama, chooser, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_only_the_application_writes(llama, backend):
-    """Neither imports nor a program's first step write to a terminal. ExecuTorch's lines are logged."""
+    """Neither imports nor a program's first step write to stdout or stderr. ExecuTorch's lines are logged."""
     path = cpu_programs.program(Variant("tiny-llama")).path if backend == "cpu" else llama.path
     script = f"""
         import logging, sys
@@ -400,7 +402,7 @@ def test_files_that_are_not_programs(llama, session, tmp_path):
 
 
 def test_a_missing_library_is_reported(llama, tmp_path):
-    """A second use gives the same error as the first."""
+    """A second use raises the same error as the first."""
     missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2
     library = tmp_path / f"libetkv{SUFFIX}"
@@ -409,7 +411,7 @@ def test_a_missing_library_is_reported(llama, tmp_path):
     assert first == second
     assert first.startswith(f"{library} cannot be loaded: ")
     library.unlink()
-    # This library loads, but its interface is older than the package.
+    # This library loads, but its interface is older than the package's.
     source = tmp_path / "old.c"
     source.write_text("unsigned etkv_abi_version(void) { return 1; }\n")
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
@@ -449,7 +451,7 @@ def test_loaded_on_one_thread_and_run_on_another(llama, session, expected):
 
 
 def test_the_cache_outlives_the_session_for_the_program(llama):
-    """A session that is dropped without a close is closed, but the program keeps the cache alive."""
+    """A session without references is closed, but the program keeps the cache alive."""
     program = etkv.load(llama.path, etkv.DecodeSession(config(llama)))
     assert run(program, PROMPT).shape[0] == len(PROMPT)
     assert program.session.length == len(PROMPT)
@@ -501,7 +503,7 @@ def test_a_closed_program_refuses_questions(llama, session):
 
 
 def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Run code in its own process, which alone would crash or hang."""
+    """Run code in a separate process, so that a crash or a hang does not affect the tests."""
     begin = "import sys, etkv\npath = sys.argv[1]\n"
     begin += "config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 64)\n"
     command = [sys.executable, "-c", begin + textwrap.dedent(code), *arguments]
@@ -509,7 +511,7 @@ def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_failures_on_several_threads_at_once(llama):
-    """ExecuTorch logs each failure, to one log for the process."""
+    """ExecuTorch logs each failure, and all threads share one log."""
     done = script(
         """
         import threading
