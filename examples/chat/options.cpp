@@ -10,7 +10,7 @@ namespace etkv::examples {
 namespace {
 
 /// Options as parsed. Values that depend on several options are computed later.
-struct Given {
+struct ParsedOptions {
   std::optional<int64_t> max_tokens;
   std::optional<int64_t> prefix_store_mib;
   std::optional<int64_t> memory_budget_mib;
@@ -23,7 +23,7 @@ struct Given {
   Options options;
 };
 
-void add_sampling_arguments(Arguments& arguments, Given& given) {
+void add_sampling_arguments(Arguments& arguments, ParsedOptions& parsed) {
   arguments.number(
       "--temperature",
       "T",
@@ -31,7 +31,7 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "0, the default, chooses the greatest",
       0.0,
       100.0,
-      &given.temperature);
+      &parsed.temperature);
   arguments.integer(
       "--top-k",
       "N",
@@ -39,7 +39,7 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "draws from all",
       0,
       std::numeric_limits<int32_t>::max(),
-      &given.top_k);
+      &parsed.top_k);
   arguments.number(
       "--top-p",
       "P",
@@ -47,7 +47,7 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "probability (1)",
       1e-6,
       1.0,
-      &given.top_p);
+      &parsed.top_p);
   arguments.number(
       "--min-p",
       "P",
@@ -55,7 +55,7 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "probability (0)",
       0.0,
       1.0,
-      &given.min_p);
+      &parsed.min_p);
   arguments.number(
       "--repetition-penalty",
       "R",
@@ -63,73 +63,73 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "(1)",
       0.01,
       100.0,
-      &given.repetition_penalty);
+      &parsed.repetition_penalty);
   arguments.integer(
       "--seed",
       "N",
       "seed of the random numbers (0)",
       0,
       std::numeric_limits<int64_t>::max(),
-      &given.seed);
+      &parsed.seed);
 }
 
-Sampling sampling_of(const Given& given) {
+Sampling sampling_of(const ParsedOptions& parsed) {
   Sampling sampling;
-  sampling.temperature = static_cast<float>(given.temperature);
-  sampling.top_k = static_cast<int32_t>(given.top_k.value_or(0));
-  sampling.top_p = static_cast<float>(given.top_p);
-  sampling.min_p = static_cast<float>(given.min_p);
-  sampling.repetition_penalty = static_cast<float>(given.repetition_penalty);
-  sampling.seed = static_cast<uint64_t>(given.seed.value_or(0));
+  sampling.temperature = static_cast<float>(parsed.temperature);
+  sampling.top_k = static_cast<int32_t>(parsed.top_k.value_or(0));
+  sampling.top_p = static_cast<float>(parsed.top_p);
+  sampling.min_p = static_cast<float>(parsed.min_p);
+  sampling.repetition_penalty = static_cast<float>(parsed.repetition_penalty);
+  sampling.seed = static_cast<uint64_t>(parsed.seed.value_or(0));
   return sampling;
 }
 
 /// Returns the name of a set option that cannot be used with a draft; nullptr
 /// if there is none.
-const char* without_draft(const Given& given) {
-  return given.top_k                       ? "--top-k"
-         : given.top_p != 1.0              ? "--top-p"
-         : given.min_p != 0.0              ? "--min-p"
-         : given.repetition_penalty != 1.0 ? "--repetition-penalty"
-                                           : nullptr;
+const char* without_draft(const ParsedOptions& parsed) {
+  return parsed.top_k                       ? "--top-k"
+         : parsed.top_p != 1.0              ? "--top-p"
+         : parsed.min_p != 0.0              ? "--min-p"
+         : parsed.repetition_penalty != 1.0 ? "--repetition-penalty"
+                                            : nullptr;
 }
 
-Arguments arguments_into(Given& given) {
+Arguments arguments_into(ParsedOptions& parsed) {
   Arguments arguments(
       "usage: etkv_chat [options]\n"
       "Answers with a language model that keeps its KV cache in etkv: one\n"
       "--prompt, or a conversation if there is none.\n");
-  add_model_arguments(arguments, given.options.model);
+  add_model_arguments(arguments, parsed.options.model);
   arguments.text(
-      "--prompt", "TEXT", "answer this and exit", &given.options.prompt);
+      "--prompt", "TEXT", "answer this and exit", &parsed.options.prompt);
   arguments.text(
       "--system",
       "TEXT",
       "the system message that the conversation begins with",
-      &given.options.system);
+      &parsed.options.system);
   arguments.integer(
       "--max-tokens",
       "N",
       "maximum tokens of an answer (256)",
       1,
       std::numeric_limits<int32_t>::max(),
-      &given.max_tokens);
-  add_sampling_arguments(arguments, given);
+      &parsed.max_tokens);
+  add_sampling_arguments(arguments, parsed);
   add_speculation_arguments(
-      arguments, given.options.speculation, "; none otherwise");
+      arguments, parsed.options.speculation, "; none otherwise");
   arguments.choice(
       "--session",
       {"contiguous", "seq", "tree"},
       "the kind of cache; the answers are the same\n"
       "(contiguous, or tree with --draft)",
-      &given.options.session);
+      &parsed.options.session);
   arguments.text(
       "--prefix-store",
       "DIR",
       "keep what the model has read in this folder or bucket\n"
       "(s3://bucket/prefix), and load what a prompt begins with\n"
       "from there; the files hold the texts",
-      &given.options.prefix_store);
+      &parsed.options.prefix_store);
   arguments.integer(
       "--prefix-store-mib",
       "N",
@@ -137,7 +137,7 @@ Arguments arguments_into(Given& given) {
       "least recently are removed first (4096)",
       1,
       std::numeric_limits<int32_t>::max(),
-      &given.prefix_store_mib);
+      &parsed.prefix_store_mib);
   arguments.integer(
       "--memory-budget-mib",
       "N",
@@ -145,27 +145,27 @@ Arguments arguments_into(Given& given) {
       "this many MiB; weights do not count",
       1,
       std::numeric_limits<int32_t>::max(),
-      &given.memory_budget_mib);
+      &parsed.memory_budget_mib);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
       "eos token id included",
-      &given.options.ids);
-  arguments.flag("--help", "print this and exit", &given.options.help);
+      &parsed.options.ids);
+  arguments.flag("--help", "print this and exit", &parsed.options.help);
   arguments.flag(
-      "--version", "print the versions and exit", &given.options.version);
+      "--version", "print the versions and exit", &parsed.options.version);
   return arguments;
 }
 
 } // namespace
 
 Result<Options> parse_options(int argc, const char* const* argv) {
-  Given given;
-  const Arguments arguments = arguments_into(given);
+  ParsedOptions parsed;
+  const Arguments arguments = arguments_into(parsed);
   if (auto parsed = arguments.parse(argc, argv); !parsed.ok()) {
     return parsed.error();
   }
-  Options options = std::move(given.options);
+  Options options = std::move(parsed.options);
   if (options.help || options.version) {
     return options;
   }
@@ -185,7 +185,7 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         std::string(options.speculation.depth ? "--depth" : "--width") +
         " is the shape of a draft's tree, and there is no --draft");
   }
-  if (const char* unused = without_draft(given);
+  if (const char* unused = without_draft(parsed);
       options.speculation.draft && unused != nullptr) {
     return refuse(
         std::string(unused) +
@@ -196,40 +196,40 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         "--prefix-store does not go with --draft: a draft must read the text "
         "too");
   }
-  if (given.prefix_store_mib && !options.prefix_store) {
+  if (parsed.prefix_store_mib && !options.prefix_store) {
     return refuse(
         "--prefix-store-mib is for a --prefix-store, and there is none");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
   }
-  options.max_tokens = given.max_tokens.value_or(options.max_tokens);
+  options.max_tokens = parsed.max_tokens.value_or(options.max_tokens);
   options.prefix_store_bytes =
-      static_cast<uint64_t>(given.prefix_store_mib.value_or(4096)) << 20;
+      static_cast<uint64_t>(parsed.prefix_store_mib.value_or(4096)) << 20;
   options.memory_budget_bytes =
-      static_cast<uint64_t>(given.memory_budget_mib.value_or(0)) << 20;
-  options.sampling = sampling_of(given);
+      static_cast<uint64_t>(parsed.memory_budget_mib.value_or(0)) << 20;
+  options.sampling = sampling_of(parsed);
   return options;
 }
 
 Result<void> require_no_session(const Options& options) {
-  const char* given = options.session                   ? "--session"
-                      : options.model.kv_format         ? "--kv-format"
-                      : options.speculation.draft       ? "--draft"
-                      : options.prefix_store            ? "--prefix-store"
-                      : options.memory_budget_bytes > 0 ? "--memory-budget-mib"
-                                                        : nullptr;
-  if (given == nullptr) {
+  const char* parsed = options.session                   ? "--session"
+                       : options.model.kv_format         ? "--kv-format"
+                       : options.speculation.draft       ? "--draft"
+                       : options.prefix_store            ? "--prefix-store"
+                       : options.memory_budget_bytes > 0 ? "--memory-budget-mib"
+                                                         : nullptr;
+  if (parsed == nullptr) {
     return {};
   }
   return refuse(
-      std::string(given) +
+      std::string(parsed) +
       " is for a cache that etkv makes, and the program has its own in its "
       "graph (it does not tell `get_n_caches`)");
 }
 
 std::string help_text() {
-  Given unused;
+  ParsedOptions unused;
   return arguments_into(unused).help() +
          "\nIn a conversation: /undo, /reset, /stats, /help, /quit; Ctrl-C "
          "stops "

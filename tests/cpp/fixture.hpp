@@ -291,13 +291,13 @@ inline bool operator==(const Memory& a, const Memory& b) {
 }
 
 /// The state of a cache that a runner can see.
-struct Seen {
-  explicit Seen(const Cache& cache)
+struct CacheState {
+  explicit CacheState(const Cache& cache)
       : length(*cache.length()),
         capacity(cache.capacity()),
         memory(*cache.memory()) {}
 
-  bool operator==(const Seen& other) const {
+  bool operator==(const CacheState& other) const {
     return length == other.length && capacity == other.capacity &&
            memory == other.memory;
   }

@@ -60,7 +60,7 @@ std::vector<int32_t> positions(int32_t first, int32_t n) {
 }
 
 // Rows of each layer, for comparison.
-struct Kept {
+struct ReferenceRows {
   std::vector<mx::array> k = {}, v = {};
 
   void
@@ -88,7 +88,7 @@ void rows_come_back() {
     auto forwards = must(etkv::MLXForwards::make(cache));
     const std::vector<mx::StreamOrDevice> streams = {
         {}, mx::default_device(), mx::new_stream(mx::default_device())};
-    Kept kept;
+    ReferenceRows kept;
     int32_t length = 0;
     for (int32_t n : {5, 1, 1, 7, 1}) {
       for (std::size_t layer = 0; layer < kLayers; ++layer) {
@@ -115,7 +115,7 @@ void attention_is_over_what_is_stored() {
         etkv::make_cache<etkv::Cache>(
             "MLXBackend", "contiguous", config(format)));
     auto forwards = must(etkv::MLXForwards::make(cache));
-    Kept kept;
+    ReferenceRows kept;
     int32_t length = 0;
     double worst = 0;
     for (int32_t n : {6, 1, 3}) {

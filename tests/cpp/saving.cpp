@@ -15,14 +15,14 @@ namespace {
 const char* const kFingerprint = "tiny llama";
 
 /// A file of this test, removed at the end.
-struct Place {
-  Place()
+struct TemporaryFile {
+  TemporaryFile()
       : path((std::filesystem::temp_directory_path() /
               ("etkv-saving-" + std::string(backend()) + ".safetensors"))
                  .string()) {
     std::filesystem::remove(path);
   }
-  ~Place() {
+  ~TemporaryFile() {
     std::filesystem::remove(path);
   }
   std::string path;
@@ -46,21 +46,23 @@ struct Folder {
 /// in a cache that loads the file.
 template <typename Face>
 void goes_on(const std::function<void(CacheConfig&)>& change) {
-  const Place place;
+  const TemporaryFile temporary;
   const Ids ids = text(20);
   On<Face> saved(change);
   for (int64_t i = 0; i < 12; i += 4) {
     saved.model.at(i, slice(ids, static_cast<size_t>(i), 4));
   }
   must(save_cache(
-      saved.session.cache(), place.path, {kFingerprint, slice(ids, 0, 12)}));
-  CHECK(must(fingerprint(place.path)).rfind("xxh3-", 0) == 0);
+      saved.session.cache(),
+      temporary.path,
+      {kFingerprint, slice(ids, 0, 12)}));
+  CHECK(must(fingerprint(temporary.path)).rfind("xxh3-", 0) == 0);
 
   On<Face> loaded(change);
   // The load replaces these contents.
   loaded.model.at(0, text(5, 9));
   const auto tokens =
-      must(load_cache(loaded.session.cache(), place.path, kFingerprint));
+      must(load_cache(loaded.session.cache(), temporary.path, kFingerprint));
   CHECK(tokens == slice(ids, 0, 12));
   CHECK_INT(*loaded->length(), 12);
   for (int64_t i = 12; i < 20; ++i) {
@@ -73,7 +75,7 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
 /// in a cache with another sequence that loads the file.
 template <typename Face>
 void a_sequence_goes_on() {
-  const Place place;
+  const TemporaryFile temporary;
   const Ids ids = text(20);
   const auto step = [](On<Face>& on, int32_t sequence, const Ids& tokens) {
     SeqCache& cache = on.session.cache();
@@ -85,24 +87,27 @@ void a_sequence_goes_on() {
   step(saved, 0, text(7, 3));
   step(saved, 1, slice(ids, 0, 12));
   must(save_sequence(
-      saved.session.cache(), 1, place.path, {kFingerprint, slice(ids, 0, 12)}));
+      saved.session.cache(),
+      1,
+      temporary.path,
+      {kFingerprint, slice(ids, 0, 12)}));
   CHECK_REFUSED(
-      save_sequence(saved.session.cache(), 2, place.path),
+      save_sequence(saved.session.cache(), 2, temporary.path),
       ETKV_ERROR_INVALID_ARGUMENT,
       "sequence 2 holds no positions");
 
   On<Face> loaded;
   step(loaded, 1, text(5, 9));
-  const auto found =
-      must(load_sequence(loaded.session.cache(), 4, place.path, kFingerprint));
+  const auto found = must(
+      load_sequence(loaded.session.cache(), 4, temporary.path, kFingerprint));
   CHECK(found == slice(ids, 0, 12));
   CHECK_INT(must(loaded.session.cache().seq_len(1)), 5);
   CHECK_REFUSED(
-      load_sequence(loaded.session.cache(), 1, place.path, kFingerprint),
+      load_sequence(loaded.session.cache(), 1, temporary.path, kFingerprint),
       ETKV_ERROR_INVALID_ARGUMENT,
       "sequence 1 holds 5 positions");
   CHECK_REFUSED(
-      load_sequence(loaded.session.cache(), 5, place.path, "another"),
+      load_sequence(loaded.session.cache(), 5, temporary.path, "another"),
       ETKV_ERROR_FILE,
       "expected `another`");
   for (size_t i = 12; i < 20; ++i) {
@@ -112,29 +117,29 @@ void a_sequence_goes_on() {
 }
 
 void a_damaged_file() {
-  const Place place;
+  const TemporaryFile temporary;
   const Ids ids = text(8);
   Bound bound;
   bound.at(0, ids);
-  must(save_cache(bound.cache(), place.path));
-  const auto size = std::filesystem::file_size(place.path);
-  std::filesystem::resize_file(place.path, size - 1);
+  must(save_cache(bound.cache(), temporary.path));
+  const auto size = std::filesystem::file_size(temporary.path);
+  std::filesystem::resize_file(temporary.path, size - 1);
   CHECK_REFUSED(
-      load_cache(bound.cache(), place.path),
+      load_cache(bound.cache(), temporary.path),
       ETKV_ERROR_FILE,
       "its header says");
-  must(save_cache(bound.cache(), place.path));
+  must(save_cache(bound.cache(), temporary.path));
   {
     // Damage in the last checksum.
     std::fstream file(
-        place.path, std::ios::in | std::ios::out | std::ios::binary);
+        temporary.path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(-1, std::ios::end);
     const int last = file.get();
     file.seekp(-1, std::ios::end);
     file.put(static_cast<char>(last ^ 1));
   }
   CHECK_REFUSED(
-      load_cache(bound.cache(), place.path), ETKV_ERROR_FILE, "checksum");
+      load_cache(bound.cache(), temporary.path), ETKV_ERROR_FILE, "checksum");
   // The cache continues as before.
   CHECK_INT(*bound.cache().length(), 8);
   Bound other;

@@ -292,7 +292,7 @@ void refusals() {
     first.positions.back() = i / 2;
   }
   step(on, first);
-  const Seen before(on.session.cache());
+  const CacheState before(on.session.cache());
 
   // Several sequences without a declaration.
   CHECK_REFUSED(
@@ -304,7 +304,7 @@ void refusals() {
   CHECK_REFUSED(
       on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
   CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
-  CHECK(Seen(on.session.cache()) == before);
+  CHECK(CacheState(on.session.cache()) == before);
   // The declaration still applies.
   must(on.model.step({1, 2}, {2, 2}));
   CHECK_INT(*on->length(), 6);
@@ -368,7 +368,7 @@ void undone_steps() {
   must(cache.begin_step({0, 0, 0, 1, 1}));
   must(tapped.step(slice(ids, 0, 5), {0, 1, 2, 0, 1}, nullptr));
   must(cache.seq_cp(0, 2));
-  const Seen before(tapped.cache());
+  const CacheState before(tapped.cache());
   must(cache.begin_step({2, 1, 0}));
   const auto no_output = [](std::vector<EValue*>& arguments) {
     static EValue nothing(int64_t{1});

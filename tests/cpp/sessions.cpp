@@ -292,7 +292,7 @@ void other_sizes() {
   };
   for (const auto& [config, words] : cases) {
     auto session = must(make_decode_session(backend(), config));
-    const Seen before(session.cache());
+    const CacheState before(session.cache());
     Model model("llama-f32");
     if (const auto loaded = model.load(session.key()); !loaded.ok()) {
       CHECK_REFUSED(loaded, ETKV_ERROR_SHAPE, words);
@@ -306,7 +306,7 @@ void other_sizes() {
     }
     // Layers before the one that refuses may keep new slots until a clear.
     must(session->clear(/*release=*/true));
-    CHECK(Seen(session.cache()) == before);
+    CHECK(CacheState(session.cache()) == before);
   }
 }
 

@@ -145,9 +145,9 @@ void same_ids() {
 }
 
 /// A draft that records the requested widths, and proposes nothing.
-class Asked : public examples::Draft {
+class RecordingDraft : public examples::Draft {
  public:
-  explicit Asked(std::optional<int64_t> pays) : pays_(pays) {}
+  explicit RecordingDraft(std::optional<int64_t> pays) : pays_(pays) {}
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -179,7 +179,7 @@ void width_that_pays() {
   const auto widths = [&](std::optional<int64_t> pays,
                           std::optional<int64_t> given) {
     must(target.cache().clear());
-    Asked draft(pays);
+    RecordingDraft draft(pays);
     examples::Speculator speculator(
         target.model, target.cache(), draft, {{}, 3, given});
     examples::Generator generator(

@@ -57,9 +57,9 @@ Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
   bound.at(0, slice(ids, 0, 6));
   bound.at(6, slice(ids, 6, 3));
   for (const auto& step : steps) {
-    const Seen before(bound.cache());
+    const CacheState before(bound.cache());
     const auto result = bound.model.step(step.ids, step.positions);
-    if (result.ok() || !(Seen(bound.cache()) == before)) {
+    if (result.ok() || !(CacheState(bound.cache()) == before)) {
       std::printf("%s:\n", step.what);
     }
     // On the CPU, ExecuTorch's kernel looks up tokens.
@@ -69,7 +69,7 @@ Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
         result,
         by_kernel ? ETKV_ERROR_PROGRAM : step.status,
         by_kernel ? "forward" : step.words);
-    CHECK(Seen(bound.cache()) == before);
+    CHECK(CacheState(bound.cache()) == before);
   }
   return bound.at(9, slice(ids, 9, 3));
 }
@@ -95,11 +95,11 @@ void lengths_that_differ() {
       Bound bound("llama-f32", 12);
       bound.at(0, slice(ids, 0, 6));
       bound.at(6, slice(ids, 6, 3));
-      const Seen before(bound.cache());
+      const CacheState before(bound.cache());
       const auto result =
           bound.model.step(text(n_ids, 3), run(start, n_positions));
       CHECK(!result.ok());
-      CHECK(Seen(bound.cache()) == before);
+      CHECK(CacheState(bound.cache()) == before);
       CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
     }
   }
@@ -112,7 +112,7 @@ void inputs_that_executorch_refuses() {
   Bound bound("llama-f32", 12);
   bound.at(0, slice(ids, 0, 6));
   bound.at(6, slice(ids, 6, 3));
-  const Seen before(bound.cache());
+  const CacheState before(bound.cache());
 
   Ids one = {1};
   Ids at = {9};
@@ -148,13 +148,13 @@ void inputs_that_executorch_refuses() {
       CHECK(input.size() < 2);
       must(bound.cache().rewind(9));
     }
-    CHECK(Seen(bound.cache()) == before);
+    CHECK(CacheState(bound.cache()) == before);
   }
   CHECK_REFUSED(
       bound.model.step(text(33), run(0, 33)),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the step has 33 tokens, the program takes at most 32");
-  CHECK(Seen(bound.cache()) == before);
+  CHECK(CacheState(bound.cache()) == before);
   CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
 }
 

@@ -176,14 +176,14 @@ std::vector<Fault> argument_faults() {
 
 /// A step that fails: after steps of `rows` rows, at `position`, with `n`
 /// tokens.
-struct Place {
+struct FailingStep {
   const char* what;
   std::vector<int64_t> rows;
   int64_t position;
   int64_t n;
 };
 
-std::vector<Place> places() {
+std::vector<FailingStep> failing_steps() {
   return {
       {"the first step", {}, 0, 3},
       {"appends", {5}, 5, 3},
@@ -197,9 +197,9 @@ std::vector<Place> places() {
   };
 }
 
-void fill(Tapped& tapped, const Place& place) {
+void fill(Tapped& tapped, const FailingStep& step) {
   int64_t at = 0;
-  for (const int64_t n : place.rows) {
+  for (const int64_t n : step.rows) {
     tapped.at(at, text(n, static_cast<uint32_t>(at) + 9));
     at += n;
   }
@@ -213,12 +213,12 @@ struct Answers {
   Rows after;
 };
 
-Answers answers(Tapped& tapped, const Place& place) {
+Answers answers(Tapped& tapped, const FailingStep& step) {
   const auto length = static_cast<int64_t>(*tapped.cache().length());
   Answers answers;
   answers.more = tapped.at(length, {42});
-  answers.again = tapped.at(place.position, text(place.n, 77));
-  answers.after = tapped.at(place.position + place.n, {43});
+  answers.again = tapped.at(step.position, text(step.n, 77));
+  answers.after = tapped.at(step.position + step.n, {43});
   return answers;
 }
 
@@ -227,20 +227,23 @@ bool operator==(const Answers& a, const Answers& b) {
 }
 
 /// Checks one fault in one step.
-void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
+void check_fault(
+    const FailingStep& step,
+    const Fault& fault,
+    bool may_have_grown) {
   Tapped clean;
-  fill(clean, place);
-  const Answers wanted = answers(clean, place);
+  fill(clean, step);
+  const Answers wanted = answers(clean, step);
 
   Tapped tapped;
-  fill(tapped, place);
-  const Seen before(tapped.cache());
+  fill(tapped, step);
+  const CacheState before(tapped.cache());
   // Twice: the first failure must not affect the second.
   for (int i = 0; i < 2; ++i) {
     const auto result =
-        tapped.step(text(place.n, 77), place.position, fault.tamper);
+        tapped.step(text(step.n, 77), step.position, fault.tamper);
     CHECK_REFUSED(result, fault.status, fault.words);
-    const Seen after(tapped.cache());
+    const CacheState after(tapped.cache());
     const bool same =
         after.length == before.length &&
         after.memory.used == before.memory.used &&
@@ -248,27 +251,27 @@ void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
                         : after.memory.allocated == before.memory.allocated);
     CHECK(same);
     if (result.ok() || !same) {
-      std::printf("  %s, %s\n", place.what, fault.what);
+      std::printf("  %s, %s\n", step.what, fault.what);
     }
   }
-  const bool same = answers(tapped, place) == wanted;
+  const bool same = answers(tapped, step) == wanted;
   CHECK(same);
   if (!same) {
-    std::printf("  %s, %s\n", place.what, fault.what);
+    std::printf("  %s, %s\n", step.what, fault.what);
   }
 }
 
 void outputs_that_take_nothing() {
-  for (const auto& place : places()) {
+  for (const auto& step : failing_steps()) {
     for (const auto& fault : output_faults()) {
       // New slots of the step stay, without positions.
-      check_fault(place, fault, /*may_have_grown=*/true);
+      check_fault(step, fault, /*may_have_grown=*/true);
     }
   }
 }
 
 void arguments_that_cannot_be() {
-  const auto all = places();
+  const auto all = failing_steps();
   for (const auto& fault : argument_faults()) {
     check_fault(all[0], fault, /*may_have_grown=*/false);
     check_fault(all.back(), fault, /*may_have_grown=*/false);
@@ -308,24 +311,24 @@ void one_fault_after_the_other() {
 void a_layer_that_does_not_fit() {
   Tapped tapped(
       64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
-  const Seen before(tapped.cache());
+  const CacheState before(tapped.cache());
   CHECK_REFUSED(tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "values of shape");
   CHECK_INT(*tapped.cache().length(), before.length);
   CHECK_INT(tapped.cache().memory()->used, before.memory.used);
   must(tapped.cache().clear(/*release=*/true));
-  CHECK(Seen(tapped.cache()) == before);
+  CHECK(CacheState(tapped.cache()) == before);
 }
 
 /// A step at the capacity that fails for another reason, and a step over the
 /// capacity.
 void at_the_capacity() {
-  const Place place{"up to the capacity", {5}, 5, 5};
+  const FailingStep step{"up to the capacity", {5}, 5, 5};
   Tapped clean(10);
-  fill(clean, place);
+  fill(clean, step);
   const Rows wanted = clean.at(5, text(5, 77));
 
   Tapped tapped(10);
-  fill(tapped, place);
+  fill(tapped, step);
   for (const auto& fault : output_faults()) {
     CHECK_REFUSED(
         tapped.step(text(6, 77), 5, fault.tamper),

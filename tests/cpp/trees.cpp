@@ -258,7 +258,7 @@ void refusals() {
   On<TreeCache> on([](CacheConfig& config) { config.capacity = 10; });
   on.model.at(0, prompt);
   must(on->propose({-1, 0, 0}));
-  const Seen before(on.session.cache());
+  const CacheState before(on.session.cache());
   CHECK_REFUSED(
       on.model.step({1, 2}, {6, 7}), ETKV_ERROR_INVALID_ARGUMENT, "3");
   CHECK_REFUSED(
@@ -266,7 +266,7 @@ void refusals() {
   CHECK_REFUSED(on->propose({-1}), ETKV_ERROR_STEP, "has not run");
   CHECK_REFUSED(on->seq_rm(0, 4), ETKV_ERROR_STEP, "tree");
   CHECK_REFUSED(on->commit({0}), ETKV_ERROR_INVALID_ARGUMENT, "0 nodes of");
-  CHECK(Seen(on.session.cache()) == before);
+  CHECK(CacheState(on.session.cache()) == before);
   must(on.model.step({1, 2, 3}, {6, 7, 7}));
   CHECK_REFUSED(
       on->propose({2, 3}), ETKV_ERROR_CAPACITY, "1 of 10 cells are free");

@@ -10,7 +10,7 @@ namespace etkv::tests {
 namespace {
 
 /// Messages, as lines of level, target and text.
-struct Heard {
+struct LogLines {
   std::mutex mutex;
   std::vector<std::string> lines;
 
@@ -54,7 +54,7 @@ void check_count(
   check_count(__LINE__, (lines), (words), (wanted))
 
 void a_step_is_told() {
-  Heard heard;
+  LogLines heard;
   must(set_log_callback("debug", heard.callback()));
   Bound bound;
   const auto load = heard.take();
@@ -94,7 +94,7 @@ void a_step_is_told() {
 }
 
 void layers_are_told_on_trace() {
-  Heard heard;
+  LogLines heard;
   Bound bound;
   must(set_log_callback("etkv::core=trace", heard.callback()));
   bound.at(0, text(5));

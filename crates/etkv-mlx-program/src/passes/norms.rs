@@ -17,16 +17,16 @@ pub fn fuse(graph: &mut Graph, constants: &[Option<Array>]) {
         readers: only_readers(graph),
         makers: makers(graph),
     };
-    let found: Vec<Found> =
+    let found: Vec<NormMatch> =
         (0..graph.main.instructions.len()).filter_map(|index| finder.norm(index)).collect();
-    for Found { at, op } in found {
+    for NormMatch { at, op } in found {
         graph.main.instructions[at].op = op;
     }
     dead::eliminate(graph);
 }
 
 /// A norm, and the index of the instruction whose result it computes.
-struct Found {
+struct NormMatch {
     at: usize,
     op: Op,
 }
@@ -40,7 +40,7 @@ struct Finder<'a> {
 }
 
 impl Finder<'_> {
-    fn norm(&self, index: usize) -> Option<Found> {
+    fn norm(&self, index: usize) -> Option<NormMatch> {
         let made = &self.graph.main.instructions[index];
         let (&Op::RmsNorm { x, weight, eps }, Out::Tensor(out)) = (&made.op, made.out) else {
             return None;
@@ -68,7 +68,7 @@ impl Finder<'_> {
             return None;
         }
         let op = Op::NormInFloat32 { x: source, norm: Norm { weight, eps }, scale, dtype };
-        Some(Found { at, op })
+        Some(NormMatch { at, op })
     }
 
     /// Returns the operand of `x` if `x` is a conversion to float32; otherwise `x`.
