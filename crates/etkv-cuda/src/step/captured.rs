@@ -14,7 +14,7 @@ use crate::step::inputs::{check_given, check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
 use crate::step::plan::{Buffer, CopiedRows, Logits, Plan, MAX_TOKENS};
-use crate::step::work::{Layout, Work, APART, LOGITS_AT};
+use crate::step::work::{Layout, Work, BUFFER_ALIGNMENT, LOGITS_AT};
 
 /// A captured plan: an instantiated CUDA graph and its memory. It keeps its device alive.
 ///
@@ -105,7 +105,9 @@ impl CapturedStep {
         };
         let tapped_at = match copied {
             CopiedRows::All => layout.tapped_at,
-            CopiedRows::None | CopiedRows::Last => (LOGITS_AT + logits).next_multiple_of(APART),
+            CopiedRows::None | CopiedRows::Last => {
+                (LOGITS_AT + logits).next_multiple_of(BUFFER_ALIGNMENT)
+            }
         };
         let outputs = PinnedMemory::new(context, tapped_at + tapped)?;
         let row = |Buffer(index): Buffer| 2 * plan.buffers[index] / plan.tokens;

@@ -23,7 +23,7 @@ use crate::step::source::Source;
 /// The offset of the logits in the outputs, in bytes. They follow the argmax ids.
 pub(crate) const LOGITS_AT: usize = 256;
 /// The alignment of buffers, in bytes.
-pub(crate) const APART: usize = 256;
+pub(crate) const BUFFER_ALIGNMENT: usize = 256;
 
 /// The kernels of a plan, and the memory between them.
 #[derive(Debug)]
@@ -177,13 +177,13 @@ impl Layout {
         let bytes_of = |Buffer(index): Buffer| 2 * plan.buffers[index];
         let mut step_bytes = plan.masked.len() * size_of::<Step>();
         let place = |&buffer: &Buffer| {
-            let at = step_bytes.next_multiple_of(APART);
+            let at = step_bytes.next_multiple_of(BUFFER_ALIGNMENT);
             step_bytes = at + bytes_of(buffer);
             (buffer, at)
         };
         let given = plan.given.iter().map(place).collect();
         let logits = plan.logits.map(|logits| logits.buffer);
-        let tapped_at = LOGITS_AT + logits.map_or(0, bytes_of).next_multiple_of(APART);
+        let tapped_at = LOGITS_AT + logits.map_or(0, bytes_of).next_multiple_of(BUFFER_ALIGNMENT);
         let mut outputs_bytes = tapped_at;
         let place = |&buffer: &Buffer| {
             let at = outputs_bytes;
@@ -245,7 +245,7 @@ impl Work {
                 return (outputs.address().0 + at, all);
             }
             let at = bytes;
-            bytes += all.next_multiple_of(APART);
+            bytes += all.next_multiple_of(BUFFER_ALIGNMENT);
             // An offset. The address of the buffers' memory is added after its allocation below.
             (at as u64, all)
         };
