@@ -1,4 +1,4 @@
-//! The cost of planning a step, and of the calls between steps: integers only.
+//! Measures the bookkeeping of caches, without tensors: planning a step, and the calls between steps.
 
 use std::hint::black_box;
 
@@ -15,7 +15,7 @@ fn contiguous(length: i32) -> ContiguousBookkeeping {
     book
 }
 
-/// Returns `n` sequences of `each` tokens, one after the other.
+/// Returns `n` sequences of `each` tokens, stored one after the other.
 fn cells(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     for sequence in 0..n {
@@ -24,7 +24,7 @@ fn cells(n: i32, each: i32) -> CellsBookkeeping {
     book
 }
 
-/// Returns `n` sequences of `each` tokens that arrived in turn: no two neighbouring cells form a run.
+/// Returns `n` sequences of `each` tokens that arrived in turn, so that no two consecutive cells form a run.
 fn interleaved(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     let sequences: Vec<i32> = (0..n).collect();
@@ -93,7 +93,7 @@ fn fork(book: &mut CellsBookkeeping) {
     book.seq_rm(1, 0..i32::MAX).expect("a removal");
 }
 
-/// Proposes 32 nodes, runs them, accepts 5 and rolls those back.
+/// Proposes 32 nodes, runs them, accepts 5 and removes the accepted ones.
 fn tree(book: &mut CellsBookkeeping, length: i32) {
     let parents: Vec<i32> = (0..32).map(|node| (node - 1) / 2 - i32::from(node == 0)).collect();
     book.propose(0, &parents).expect("a tree");

@@ -1,4 +1,4 @@
-// Shared by benchmarks: results that must succeed, and medians.
+// Helpers of the benchmarks: results that must succeed, and medians.
 #pragma once
 
 #include <algorithm>

@@ -93,7 +93,7 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     made = contestant.file.exists()
     if contestant.engine == "etkv":
         if not FORWARD.exists():
-            return "there is no build/bin/etkv_forward: make build makes it"
+            return "there is no build/bin/etkv_forward: `make build` builds it"
         # The exporter checks whether the program is current. `make model` uses the same options, so both share one
         # file.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
@@ -108,10 +108,10 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
         command += ["--max-context", str(MAX_CONTEXT), *(["--quantize", "8da4w"] if contestant.quantize else [])]
     elif contestant.engine == "llama":
         if subprocess.run([llama_python, "-c", "import llama_cpp"], capture_output=True).returncode != 0:
-            return f"{llama_python} cannot import llama_cpp: --help says how to get it"
+            return f"{llama_python} cannot import llama_cpp: --help describes how to install it"
         command = [llama_python, __file__, "--requantize", source, "--work", contestant.name]
     else:
-        return None if made else f"there is no build/models/{contestant.model}: python -m benches.run makes it"
+        return None if made else f"there is no build/models/{contestant.model}: `python -m benches.run` creates it"
     if made:
         return None
     print(f"preparing build/models/{contestant.model}", file=sys.stderr, flush=True)
@@ -146,7 +146,7 @@ def failure(ended: subprocess.CompletedProcess) -> str:
     """Returns the reason of a failure: the last line that the process wrote, or the signal that ended it."""
     if ended.returncode < 0:
         return f"{signal.Signals(-ended.returncode).name} ended {shlex.join(ended.args)}"
-    return f"{(ended.stderr.strip() or 'nothing said').splitlines()[-1]} ({shlex.join(ended.args)})"
+    return f"{(ended.stderr.strip() or 'no output').splitlines()[-1]} ({shlex.join(ended.args)})"
 
 
 def memory(line: str) -> int:
@@ -297,7 +297,9 @@ def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, ar
         if same < len(ids) and contestant.quantize is None and contestant.dtype == "f32":
             notes.append(f"  {contestant.name} differs: id {same} is {ids[same]}, and etkv's is {expected[same]}")
         if rival != contestant.rival:
-            notes.append(f"  {contestant.name}: the ratios are to etkv in float32, as {contestant.rival} did not run")
+            notes.append(
+                f"  {contestant.name}: the ratios are to etkv in float32, because {contestant.rival} did not run"
+            )
     print(*notes, sep="\n", end="\n\n" if notes else "\n", flush=True)
 
 
@@ -330,11 +332,13 @@ def main() -> None:
     by_name = {contestant.name: contestant for contestant in CONTESTANTS}
     usual = [name for name in by_name if name not in ON_REQUEST]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=usual, metavar="NAME", help=f"of {', '.join(by_name)}")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 2048], metavar="N", help="tokens (128 2048)")
+    parser.add_argument("--only", nargs="+", default=usual, metavar="NAME", help=f"contestants: {', '.join(by_name)}")
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, default=[128, 2048], metavar="N", help="tokens of prompts (128 2048)"
+    )
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="tokens decoded after the first (32)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each (2)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each contestant (3)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each contestant (2)")
     parser.add_argument("--llama-python", default=sys.executable, metavar="PATH", help="the Python that has llama_cpp")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--requantize", type=Path, help=argparse.SUPPRESS)
@@ -353,11 +357,11 @@ def main() -> None:
         if name not in by_name:
             parser.error(f"unknown contestant {name}: there are {', '.join(by_name)}")
     if max(arguments.contexts) + arguments.decode > MAX_CONTEXT:
-        parser.error(f"a context and what is decoded take at most {MAX_CONTEXT} positions together")
+        parser.error(f"--contexts plus --decode must not exceed {MAX_CONTEXT} positions")
     reasons = {name: prepare(by_name[name], arguments.llama_python) for name in arguments.only}
     left_out = {name: reason for name, reason in reasons.items() if reason}
     if arguments.threads != os.cpu_count():
-        print(f"etkv runs in ExecuTorch's threads, one for each core, not in {arguments.threads}")
+        print(f"etkv uses ExecuTorch's threads, one per core, instead of {arguments.threads}")
     for n_prompt in arguments.contexts:
         running = [by_name[name] for name in arguments.only if name not in left_out]
         compare(running, prompt_ids(n_prompt), left_out, arguments)

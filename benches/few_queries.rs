@@ -1,8 +1,8 @@
-//! Attention of up to 64 queries on a GPU, by the kernel and by MLX: 16 dependent calls, as in layers, at a length that
-//! is new each time.
+//! Measures attention of up to 64 queries on a GPU, with etkv's kernel and with MLX: 16 dependent calls, as in
+//! layers, each time with a new length.
 //!
-//! With the argument `kernel` it leaves MLX out. With `differences` it prints the largest difference
-//! from float32, in parts of the largest value. Set `MLX_ENABLE_TF32=0` for that.
+//! With the argument `kernel`, only the kernel is measured. With `differences`, the output is the largest difference
+//! from float32 as a share of the largest value; set `MLX_ENABLE_TF32=0` for it.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ const LENGTHS: [i32; 4] = [300, 1500, 4096, 32_768];
 const ROUNDS: i32 = 9;
 const WARM: i32 = 2;
 
-/// Rows of a pool that is longer than any step reads.
+/// Rows of the pool: more than any step reads.
 struct Pool {
     k: Array,
     v: Array,
@@ -41,7 +41,7 @@ impl Pool {
     }
 }
 
-/// Returns the median of the milliseconds of one call. Returns `None` where there is no kernel.
+/// Returns the median milliseconds of one call, or `None` if there is no kernel.
 fn time(
     q: &Array,
     pool: &Pool,
@@ -97,7 +97,7 @@ fn shown(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| String::from("-"), |value| format!("{value:.digits$}"))
 }
 
-/// Prints a row for each number of queries, and two columns for each length: the kernel's and MLX's.
+/// Prints a row for each number of queries, and two columns for each length: the kernel and MLX.
 fn table(title: &str, mut cell: impl FnMut(i32, i32, bool) -> Result<String>) -> Result<()> {
     println!(
         "\n{title}\n{:>8}{}",
@@ -114,7 +114,7 @@ fn table(title: &str, mut cell: impl FnMut(i32, i32, bool) -> Result<String>) ->
     Ok(())
 }
 
-/// `sequences` of `n` tokens each in one pool, one token each.
+/// Measures a step of one token of each of `sequences` sequences, which have `n` tokens each in one pool.
 fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
     let pool = Pool::new(sequences * n, dim)?;
     let q = noise(&[1, HEADS, sequences, dim])?;
@@ -122,7 +122,7 @@ fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
         let seen: Vec<bool> =
             (0..sequences).flat_map(|i| (0..all).map(move |key| key % sequences == i)).collect();
         let mask = Array::from_slice(&seen, &[sequences, all]);
-        // On the device before the clock starts.
+        // Evaluated before the clock starts.
         mask.logical_and(&mask)
             .map_or(Mask::None, |mask| mask.eval().map_or(Mask::None, |()| Mask::Explicit(mask)))
     };
@@ -139,7 +139,7 @@ fn main() {
     let differences = is_asked_for("differences");
     let measured = etkv::mlx::run(|| {
         if !etkv::mlx::on_gpu()? {
-            println!("MLX has no GPU here");
+            println!("MLX has no GPU on this machine");
             return Ok(());
         }
         for dim in [64, 128] {

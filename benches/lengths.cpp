@@ -1,11 +1,12 @@
-// The times of steps at lengths that are new to the process, and at lengths
-// that it has run: prompts, a token a step, and a few tokens to verify.
+// etkv_lengths: the times of steps at lengths that are new to the process, and
+// at lengths that it has run before: prompts, single tokens, and a few tokens
+// to verify.
 //
 //   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] [--json]
 //
 // LONGEST is the maximum number of tokens of a prompt (4000), PROMPTS the
 // number of lengths (20), STEPS the number of steps of one token after each
-// (64). --json adds a line with every time.
+// prompt (64). --json adds a line with every time.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -42,7 +43,7 @@ double timed(const std::function<etkv::examples::LogitsView()>& step) {
 void print(const std::string& what, const std::vector<double>& times) {
   const auto [least, most] = std::minmax_element(times.begin(), times.end());
   std::printf(
-      "%-44s median %9.3f ms   least %9.3f   most %9.3f\n",
+      "%-44s median %9.3f ms   minimum %9.3f   maximum %9.3f\n",
       what.c_str(),
       median(times),
       *least,
@@ -86,7 +87,8 @@ int main(int argc, char** argv) {
   const int64_t steps = argc > 5 ? std::atoll(argv[5]) : 64;
   if (longest < 128 || prompts < 1 || steps < 1) {
     std::fprintf(
-        stderr, "etkv_lengths: LONGEST is at least 128, the others 1\n");
+        stderr,
+        "etkv_lengths: LONGEST must be at least 128, the other numbers 1\n");
     return 2;
   }
   const auto& params = program.params();
@@ -136,7 +138,7 @@ int main(int argc, char** argv) {
   const double second = prompt(41);
   std::printf("first prompt of 40 tokens: %.1f ms\n", first);
   std::printf("second, of 41: %.1f ms\n", second);
-  // Lengths in an order in which no conversation grows.
+  // The order of lengths is not monotonic, so no prompt continues another.
   std::vector<int64_t> lengths;
   std::vector<double> fresh;
   std::vector<double> again;
@@ -148,10 +150,10 @@ int main(int argc, char** argv) {
     again.push_back(prompt(n));
     ratios.push_back(fresh.back() / again.back());
   }
-  print("prompts, lengths not seen before", fresh);
+  print("prompts, new lengths", fresh);
   print("prompts, the same lengths again", again);
   std::printf(
-      "ratio, median %.2f, most %.2f\n",
+      "ratio, median %.2f, maximum %.2f\n",
       median(ratios),
       *std::max_element(ratios.begin(), ratios.end()));
 
@@ -184,7 +186,7 @@ int main(int argc, char** argv) {
       std::vector<double> times;
       for (int64_t i = 0; i < std::max<int64_t>(steps * 3 / 8, 1); ++i) {
         times.push_back(step(n));
-        // As if the verification accepted one token.
+        // Continues as if the verification had accepted one token.
         must(cache.rewind(must(cache.length()) - static_cast<int32_t>(n) + 1));
       }
       print("  " + std::to_string(n) + " tokens, a new length each", times);

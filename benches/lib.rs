@@ -1,4 +1,4 @@
-//! Shared by the benchmarks: medians, and tables of cost by length.
+//! Helpers of the benchmarks: medians, and tables of times by length.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 /// A measured case: its name, and its time at a length.
 pub type Case<'a> = (&'a str, Box<dyn FnMut(i32) -> Duration>);
 
-/// Prints one row for each length and one column for each case: the median time, with the cases
-/// measured in turns.
+/// Prints a table of median times, with a row for each length and a column for each case. Cases are measured in
+/// turns.
 pub fn table(title: &str, lengths: &[i32], cases: &mut [Case]) {
     println!("\n{title}");
     print!("{:>10}", "length");
@@ -30,7 +30,7 @@ pub fn table(title: &str, lengths: &[i32], cases: &mut [Case]) {
     }
 }
 
-/// Returns the time of one call, averaged over a few milliseconds of calls.
+/// Returns the mean time of a call, over a few milliseconds of calls.
 pub fn time_of<T>(mut call: impl FnMut() -> T) -> Duration {
     let mut n = 1;
     loop {

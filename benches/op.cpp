@@ -1,13 +1,13 @@
-// etkv_op: the time of update_and_attend on a cache, and of the same work in
-// MLX alone, in turns. Prints a line of JSON for each length.
+// etkv_op: the time of update_and_attend on a cache and of the same work in MLX
+// alone, in turns. Prints a line of JSON for each length.
 //
 //   etkv_op HEADS KV_HEADS HEAD_DIM LAYERS DTYPE TOKENS ROUNDS LENGTH...
 //
 // DTYPE is f32, f16 or bf16. A step runs TOKENS new tokens after LENGTH
-// positions through every layer, each on the output of the layer before, and
-// the host waits for the last. In MLX alone, slice_update writes rows into
-// buffers of the final length, and fast::scaled_dot_product_attention reads a
-// slice of them.
+// positions through every layer. Each layer reads the output of the previous
+// one, and the host waits for the last. In MLX alone, slice_update writes rows
+// into buffers of the final length, and fast::scaled_dot_product_attention
+// reads a slice of them.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -128,8 +128,7 @@ class Bare {
   }
 
  private:
-  /// Writes rows into a buffer, which keeps its address, and returns the rows
-  /// up to `end`.
+  /// Writes rows into a buffer in place, and returns the rows up to `end`.
   mx::array put(mx::array& buffer, const mx::array& rows, int at, int end) {
     const mx::Shape begin = {0, 0, at, 0};
     const mx::Shape stop = {1, shape_.kv_heads, end, shape_.head_dim};
@@ -142,8 +141,8 @@ class Bare {
   std::vector<mx::array> v_;
 };
 
-/// Returns the microseconds of each of `steps` steps after `length` positions,
-/// which are read in chunks first.
+/// First fills `length` positions in chunks. Returns the microseconds of each
+/// of `steps` steps after them.
 template <typename Steps>
 std::vector<double>
 time_steps(const Shape& shape, Steps&& cache, int length, int steps) {

@@ -131,8 +131,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in MODELS if name not in ("qwen3.5-0.8b", "tiny")]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=usual, metavar="NAME", help=", ".join(MODELS))
-    parser.add_argument("--build", type=Path, default=ROOT / "build", metavar="FOLDER", help="of `make build` (build)")
-    parser.add_argument("--tools", type=Path, metavar="FOLDER", help="look for programs here first")
+    parser.add_argument(
+        "--build", type=Path, default=ROOT / "build", metavar="FOLDER", help="the folder of `make build` (build)"
+    )
+    parser.add_argument("--tools", type=Path, metavar="FOLDER", help="look for executables here first")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench-pack", metavar="FOLDER")
     options = parser.parse_args()
     import executorch

@@ -1,5 +1,5 @@
-//! Compares attention over stored rows with attention over the same rows unpacked. The tables
-//! decide up to how many queries a pool multiplies its stored rows.
+//! Compares attention over packed rows with attention over the same rows unpacked first. The tables determine up to
+//! how many queries a pool multiplies packed rows.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use mlx_rs::{random, Array, Dtype};
 const N_KV_HEADS: i32 = 2;
 const GROUP: i32 = 4;
 const LENGTHS: [i32; 3] = [512, 2048, 8192];
-/// Queries of a step. Times `GROUP`, these are the rows that a KV head is multiplied by.
+/// Queries of a step. Times `GROUP`, this is the number of rows that are multiplied with a KV head.
 const STEPS: [i32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const FORMATS: [&str; 12] = [
     "f16",
@@ -94,7 +94,7 @@ fn threshold(lines: &[Vec<f64>]) -> i32 {
 
 fn main() {
     let measured = etkv::mlx::run(|| {
-        // The arguments are the formats to measure, all by default; `--half` for bfloat16 queries.
+        // The arguments are the formats to measure, by default all; `--half` selects bfloat16 queries.
         let words: Vec<String> = std::env::args().skip(1).collect();
         let named = |format: &&str| words.iter().any(|word| word == format);
         let all = !FORMATS.iter().any(named);

@@ -120,9 +120,9 @@ class RandomModel:
             steps.append((wanted.file, [*export, "--model", str(self.hf), "--output", str(wanted.file)]))
         else:
             if subprocess.run([llama[0], "-c", "import llama_cpp"], capture_output=True).returncode != 0:
-                return f"{llama[0]} cannot import llama_cpp: benches/cpu_peers.py --help says how to get it"
+                return f"{llama[0]} cannot import llama_cpp: benches/cpu_peers.py --help describes how to install it"
             if not self.gguf.exists() and arguments.llama_source is None:
-                return "no --llama-source: --help says how to get it"
+                return "no --llama-source: --help describes how to get it"
             steps.append((self.gguf, [*itself, "--convert", str(arguments.llama_source)]))
             if wanted.quantize:
                 steps.append((wanted.file, [*llama, "--requantize", str(self.gguf), "--work", wanted.name]))
@@ -164,7 +164,7 @@ class RandomModel:
         if self.run_as_a_part(arguments):
             return
         if max(arguments.contexts) + arguments.decode > self.positions:
-            commands.error(f"a context and what is decoded take at most {self.positions} positions together")
+            commands.error(f"--contexts plus --decode must not exceed {self.positions} positions")
         for name, reason in self.speed(arguments).items():
             print(f"left out: {name}: {reason}")
 
@@ -182,10 +182,12 @@ def parser(description: str | None, contexts: list[int]) -> argparse.ArgumentPar
     """Returns a parser of the options that these benchmarks share."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = " ".join(map(str, contexts))
-    made.add_argument("--contexts", nargs="+", type=int, default=contexts, metavar="N", help=f"tokens ({usual})")
+    made.add_argument(
+        "--contexts", nargs="+", type=int, default=contexts, metavar="N", help=f"tokens of prompts ({usual})"
+    )
     made.add_argument("--decode", type=int, default=32, metavar="N", help="tokens decoded after the first (32)")
-    made.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
-    made.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each (2)")
+    made.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each contestant (3)")
+    made.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each contestant (2)")
     made.add_argument("--llama-python", default=sys.executable, metavar="PATH", help="the Python that has llama_cpp")
     made.add_argument("--llama-source", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter")
     made.add_argument("--write-model", action="store_true", help=argparse.SUPPRESS)

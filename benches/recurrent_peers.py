@@ -154,12 +154,12 @@ def main() -> None:
     topics = ["speed", "rewind", "fork"]
     parser = random_peers.parser(__doc__, [128, 4096])
     parser.add_argument("--only", nargs="+", choices=topics, default=topics, help="what to measure (everything)")
-    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="rewinds (1000)")
+    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="number of rewinds (1000)")
     arguments = parser.parse_args()
     if MODEL.run_as_a_part(arguments):
         return
     if max(arguments.contexts) + max(arguments.decode, BRANCHES * DECODED[-1]) > POSITIONS:
-        parser.error(f"a context and what is decoded take at most {POSITIONS} positions together")
+        parser.error(f"--contexts plus --decode must not exceed {POSITIONS} positions")
     left_out = {}
     if "speed" in arguments.only:
         left_out = MODEL.speed(arguments)

@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=ROOT / "build/models/smollm2-135m-cpu/model.pte", type=Path)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8190])
-    parser.add_argument("--turns", type=int, default=5, help="runs of each way, the first included (5)")
+    parser.add_argument("--turns", type=int, default=5, help="runs of each way, including the first (5)")
     options = parser.parse_args()
     for n in options.tokens:
         with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +118,8 @@ def main() -> None:
                 plain.append(child("read", options.model, n, folder)["read"])
             assert len({run["token"] for run in cold + stored}) == 1
             whole, again = ([run["all"] for run in runs] for runs in (cold, stored))
-            print(f"{n} tokens, {file.stat().st_size / 1e6:.0f} MB, median of {options.turns} (least to greatest), s")
-            print("  read by the model  ", spread(whole))
+            print(f"{n} tokens, {file.stat().st_size / 1e6:.0f} MB, median of {options.turns} (minimum to maximum), s")
+            print("  without the store  ", spread(whole))
             print("  with the store     ", spread(again))
             print("  of that, load      ", spread([run["load"] for run in stored]))
             print(f"  share               {statistics.median(again) / statistics.median(whole):.3f}")

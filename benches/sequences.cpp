@@ -1,5 +1,5 @@
-// etkv_sequences: the time of a step of several sequences, each with its own
-// prompt or forked from one. Prints one line of JSON.
+// etkv_sequences: the time of a step of several sequences, which have separate
+// prompts or are forks of one sequence. Prints one line of JSON.
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -36,9 +36,8 @@ Arguments arguments_into(Options& options) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Arguments arguments(
       "usage: etkv_sequences --model MODEL.pte [options]\n"
-      "Decodes several sequences together, greedily, and prints what that "
-      "took\n"
-      "as one line of JSON.\n");
+      "Decodes several sequences together, greedily, and prints times and\n"
+      "memory as one line of JSON.\n");
   arguments.text("--model", "FILE", "the program (.pte)", &options.model);
   add_format_argument(arguments, &options.kv_format);
   arguments.integer(
@@ -53,18 +52,23 @@ Arguments arguments_into(Options& options) {
   arguments.integer(
       "--steps",
       "N",
-      "steps after the prompts, a token of each sequence\n"
-      "a step (32)",
+      "steps after the prompts, with a token of each\n"
+      "sequence (32)",
       1,
       kMax,
       &options.steps);
   arguments.integer(
-      "--ids", "N", "prompts have ids below this (200)", 2, kMax, &options.ids);
+      "--ids",
+      "N",
+      "the upper bound of the ids of prompts (200)",
+      2,
+      kMax,
+      &options.ids);
   arguments.choice(
       "--loop",
       {"steps", "device"},
-      "what chooses tokens: this program from the logits of\n"
-      "each step (steps), or the device (async decode)",
+      "the host chooses tokens from the logits of each step\n"
+      "(steps), or the device chooses (async decode)",
       &options.loop);
   arguments.flag(
       "--fork",
@@ -74,13 +78,13 @@ Arguments arguments_into(Options& options) {
   return arguments;
 }
 
-/// Sequences that hold prompts, and the next token of each.
+/// Sequences with prompts, and the next token of each.
 class Sequences {
  public:
   Sequences(Program& program, SeqCache& cache)
       : program_(program), cache_(cache) {}
 
-  /// Runs a prompt of `n` ids below `most` in its own sequence.
+  /// Runs a prompt of `n` ids below `most` in a new sequence.
   Result<void> read(int64_t n, int64_t most) {
     const auto sequence = static_cast<int32_t>(tokens_.size());
     std::vector<int64_t> ids;
@@ -100,7 +104,7 @@ class Sequences {
     return {};
   }
 
-  /// Makes another sequence that shares the positions of the first.
+  /// Forks the first sequence: the new one shares its positions.
   Result<void> fork() {
     const auto sequence = static_cast<int32_t>(tokens_.size());
     tokens_.push_back(tokens_.front());
@@ -256,7 +260,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (!options.model) {
-    return fail(refuse("--model is needed; --help lists the rest"), 2);
+    return fail(refuse("--model is required; --help lists all options"), 2);
   }
   if (const auto checked = check_format(options.kv_format); !checked.ok()) {
     return fail(checked.error(), 2);

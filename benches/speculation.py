@@ -92,7 +92,7 @@ def print_costs(model: Path, rounds: int) -> None:
             print(f"  round {number + 1} of {rounds}: {n_tokens} tokens ", file=sys.stderr, end="\r", flush=True)
             times[n_tokens].append(forward_seconds(model, ids_file, n_tokens))
     one = statistics.median(times[1])
-    print(f"a forward of n tokens, of what one takes ({1000 * one:.1f} ms); rounds in turns: {rounds}")
+    print(f"a forward of n tokens, as a multiple of one token ({1000 * one:.1f} ms); rounds in turns: {rounds}")
     print("       n" + "".join(f"{n_tokens:7}" for n_tokens in TOKENS))
     print("    cost" + "".join(f"{statistics.median(times[n]) / one:7.2f}" for n in TOKENS))
     print(flush=True)
@@ -149,15 +149,17 @@ def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
             print(f"{100 * share:9.0f}%{speed:8.2f}", flush=True)
             kind = ""
         if len(said) > 1:
-            raise SystemExit("the drafts made different answers")
+            raise SystemExit("the answers differ between drafts")
 
 
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, nargs="*", default=[10], metavar="N", help="first layers (10)")
-    parser.add_argument("--last", type=int, nargs="*", default=[2], metavar="N", help="last layers, fed (2)")
-    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="most tokens of an answer (48)")
+    parser.add_argument(
+        "--last", type=int, nargs="*", default=[2], metavar="N", help="last layers, which read hidden states (2)"
+    )
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="maximum tokens of an answer (48)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
     arguments = parser.parse_args()
     drafts = make_drafts(arguments.first, arguments.last)

@@ -1,5 +1,6 @@
-// The speed of two programs on two threads, compared with one after the other:
-// how far their steps overlap. CPU programs have one thread each.
+// etkv_two_programs: the speed of two programs on two threads, compared with
+// running one after the other. The ratio shows how far their steps overlap. CPU
+// programs use one thread each.
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
 #include <algorithm>
@@ -21,7 +22,7 @@ using executorch::extension::from_blob;
 using executorch::extension::Module;
 using executorch::extension::threadpool::NoThreadPoolGuard;
 
-/// A program with its own session, which decodes greedily.
+/// A program with a session, which decodes greedily.
 class Decoder {
  public:
   Decoder(const char* path, int32_t capacity)

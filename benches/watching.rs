@@ -1,7 +1,7 @@
-//! The cost of watching: a decode step by the kind of listener.
+//! Measures the cost of logging: a decode step with each kind of listener.
 //!
-//! `cargo bench -p etkv-benches --bench watching -- LEVEL`, and with `--features silent` the
-//! same without a line of tracing in the code.
+//! `cargo bench -p etkv-benches --bench watching -- LEVEL`, and with `--features silent` the same without tracing in
+//! the compiled code.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ fn rows(heads: i32, n: i32) -> Array {
     Array::ones::<f32>(&[1, heads, n, 64]).expect("an array")
 }
 
-/// A step of `n` tokens through all layers, without attention, which would hide the cost of a cache.
+/// Runs a step of `n` tokens through all layers, without attention, which would hide the time of the cache.
 fn step(cache: &mut ContiguousCache, first: i32, n: i32) {
     let positions: Vec<i32> = (first..first + n).collect();
     let rows = rows(3, n);
@@ -43,7 +43,7 @@ fn decode(length: i32) -> Duration {
     start.elapsed() / STEPS
 }
 
-/// Formats each field, and throws the text away.
+/// Formats each field, and discards the text.
 struct Formats;
 
 struct Text(String);
@@ -65,9 +65,9 @@ impl<S: Subscriber> Layer<S> for Formats {
     }
 }
 
-/// The minimum and the median of many steps, in a process with only this listener.
+/// Prints the minimum and the median time of many steps, in a process with only this listener.
 fn main() {
-    // Cargo adds options of its own, which are ignored.
+    // Options that Cargo adds are ignored.
     let name = std::env::args().skip(1).find(|word| !word.starts_with('-'));
     let level = name.as_deref().map_or(LevelFilter::OFF, |name| name.parse().expect("a level"));
     if level != LevelFilter::OFF {

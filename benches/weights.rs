@@ -1,13 +1,14 @@
 //! Compares the ways to multiply rows by a weight on the CPU: float32 weights transposed or as stored, and quantized
-//! weights packed or unpacked first. The tables decide the layouts of `crates/etkv-mlx-program/src/passes/linear.rs`
-//! and the thresholds of `crates/etkv-mlx-program/src/ops/quantized.rs`.
+//! weights packed or unpacked first. The tables determine the layouts of
+//! `crates/etkv-mlx-program/src/passes/linear.rs` and the thresholds of
+//! `crates/etkv-mlx-program/src/ops/quantized.rs`.
 
 use std::time::{Duration, Instant};
 
 use mlx_rs::ops::{dequantize, matmul, quantize, quantized_matmul};
 use mlx_rs::{random, Array, Dtype};
 
-/// `[out, in]`: the weights of SmolLM2-135M and of Llama-3.2-1B, without the latter's last layer.
+/// Shapes `[out, in]` of the weights of SmolLM2-135M and of Llama-3.2-1B, without the head of the latter.
 const SHAPES: [[i32; 2]; 9] = [
     [192, 576],
     [576, 576],
@@ -20,7 +21,7 @@ const SHAPES: [[i32; 2]; 9] = [
     [2048, 8192],
 ];
 const ROWS: [i32; 10] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 64];
-/// Bytes of the copies of a weight that are read in turn: more than a CPU's caches hold.
+/// Total bytes of the copies of a weight that are read in turn: more than fit a CPU's caches.
 const COLD: usize = 128 << 20;
 const ROUNDS: usize = 9;
 
@@ -32,14 +33,14 @@ fn random(shape: &[i32]) -> etkv::Result<Array> {
     Ok(array)
 }
 
-/// Returns random weights of this shape, more than a CPU's caches hold.
+/// Returns random weights of this shape, more than fit a CPU's caches.
 fn weights([out, into]: [i32; 2]) -> etkv::Result<Vec<Array>> {
     let n = COLD / (4 * out as usize * into as usize);
     (0..n.clamp(2, 64)).map(|_| random(&[out, into])).collect()
 }
 
-/// Returns the ratio of the median times of `first` and `second`, measured in turn, each on weights that were not used
-/// just before.
+/// Returns the ratio of the median times of `first` and `second`, measured in turn, each on weights that were not
+/// used recently.
 fn ratio(x: &Array, n_weights: usize, first: Product, second: Product) -> etkv::Result<f64> {
     let mut times: [Vec<Duration>; 2] = Default::default();
     let mut next = 0;
@@ -109,7 +110,7 @@ fn layouts() -> etkv::Result<()> {
     })
 }
 
-/// `dtype` is that of the rows and of the scales, as exporters write them.
+/// `dtype` is the dtype of the rows and of the scales, which are the same in exported programs.
 fn packed(bits: i32, dtype: Dtype) -> etkv::Result<()> {
     const GROUP: i32 = 32;
     let title = format!(

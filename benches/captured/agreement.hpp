@@ -22,7 +22,8 @@ inline std::vector<float> rows_of(const examples::LogitsView& logits) {
   return rows;
 }
 
-/// All hidden states of a program's last step, row by row: none if it returns none.
+/// All hidden states of a program's last step, row by row; empty if the program
+/// returns none.
 inline std::vector<float> hidden_of(const examples::Program& program) {
   const auto& hidden = program.hidden_states();
   if (!hidden) {
@@ -32,7 +33,7 @@ inline std::vector<float> hidden_of(const examples::Program& program) {
   return rows_of({hidden->data, element, hidden->rows, width});
 }
 
-/// The argmax of each row, the first of equal logits.
+/// The argmax of each row; the first one if several logits are equal.
 inline std::vector<int64_t> greatest(
     const std::vector<float>& logits,
     size_t rows) {
@@ -45,7 +46,7 @@ inline std::vector<int64_t> greatest(
   return places;
 }
 
-/// The number of places where two lists are equal.
+/// The number of indices at which two lists are equal.
 inline size_t equal(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b) {
@@ -56,8 +57,9 @@ inline size_t equal(
   return same;
 }
 
-/// The rows whose chosen id has a logit less than the greatest by more than
-/// bfloat16 rounding explains, between two steps that sum in another order.
+/// The number of rows whose chosen id has a logit below the greatest one by
+/// more than bfloat16 rounding explains, for two steps that sum in different
+/// orders.
 inline size_t not_greatest(
     const std::vector<float>& logits,
     const std::vector<int64_t>& chosen) {
@@ -94,7 +96,7 @@ class Agreement {
 
   void print(const char* what, const char* of = "logits") const {
     std::printf(
-        "%s: %s apart by %.4f of up to %.3f, %zu of %zu rows have the same "
+        "%s: %s differ by %.4f of up to %.3f, %zu of %zu rows have the same "
         "argmax\n",
         what,
         of,
@@ -112,13 +114,13 @@ class Agreement {
   }
 
   /// Returns whether rounding explains the differences. In bfloat16, another
-  /// order of sums in 16 layers makes a difference of a twentieth. With packed
-  /// weights it is a ninth, since the largest logits of repeating weights are
-  /// small. Then the argmax is the same in 19 of 20 rows; in the others two
-  /// logits are close. This detects wrong weights and masks, but not one wrong
-  /// key among many. Trained weights may differ more in bfloat16: torch's own
-  /// logits of SmolLM2-135M differ from those in float32 by 9 of 36 for such
-  /// tokens.
+  /// order of summation in 16 layers changes logits by up to a twentieth of the
+  /// largest logit. With packed weights it is a ninth, since the largest logits
+  /// of repeating weights are small. The argmax is then the same in 19 of 20
+  /// rows; in the others two logits are close. This check detects wrong weights
+  /// and masks, but not one wrong key among many. With trained weights,
+  /// differences in bfloat16 may be larger: for such tokens torch's logits of
+  /// SmolLM2-135M differ from those in float32 by 9, where the largest is 36.
   bool is_rounding() const {
     return rows_ > 0 && apart_ < 0.2 * largest_ && 10 * same_ >= 9 * rows_;
   }

@@ -1,5 +1,5 @@
-// Steps that run on a captured program and on an interpreted one, each with its
-// own cache.
+// Runs steps on a captured program and on an interpreted one, which have
+// separate caches.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ namespace etkv::benches {
 using examples::Batch;
 using examples::Program;
 
-/// A program with its own cache, captured or not.
+/// A program with a cache, captured or interpreted.
 template <typename C>
 struct Side {
   Side(
@@ -52,7 +52,7 @@ struct Side {
   CacheSession<C> session;
 };
 
-/// Sequences, and how many tokens of each a step has.
+/// Sequences of a step, with their numbers of tokens.
 using Counts = std::vector<std::pair<int32_t, int>>;
 
 /// Returns a token for each position of each sequence.
@@ -80,7 +80,7 @@ class Both {
     must(change(interpreted_.cache()));
   }
 
-  /// Changes both caches, or is refused by both. Returns whether they changed.
+  /// Changes both caches, unless both refuse it. Returns whether they changed.
   template <typename Change>
   bool try_to(const Change& change) {
     const auto done = change(captured_.cache());
@@ -92,7 +92,7 @@ class Both {
     return done.ok();
   }
 
-  /// Runs this many tokens of each sequence, after those that it holds.
+  /// Runs this many further tokens of each sequence.
   void run(const Counts& counts) {
     if (!try_run(counts)) {
       std::fprintf(stderr, "etkv_captured: a step is refused\n");
@@ -100,7 +100,8 @@ class Both {
     }
   }
 
-  /// The same for a step that both sides may refuse. Returns whether it ran.
+  /// The same for a step that both sides may refuse. Returns whether the step
+  /// ran.
   bool try_run(const Counts& counts) {
     Batch batch;
     for (const auto& [sequence, n] : counts) {
@@ -119,8 +120,8 @@ class Both {
     return true;
   }
 
-  /// Runs this many tokens of the only sequence as text, for which hosts get
-  /// the last row of logits.
+  /// Runs this many tokens of the only sequence as text, for which a program
+  /// returns only the last row of logits.
   void run_text(int n) {
     const int64_t begin = must(captured_.cache().seq_next(0));
     std::vector<int64_t> tokens;
@@ -131,7 +132,8 @@ class Both {
       const auto logits =
           must(side.program.step_at(tokens.data(), begin, tokens.size()));
       if (logits.rows != 1) {
-        std::fprintf(stderr, "etkv_captured: text has rows of logits\n");
+        std::fprintf(
+            stderr, "etkv_captured: text returned several rows of logits\n");
         std::exit(1);
       }
       return rows_of(logits);
@@ -159,7 +161,7 @@ class Both {
     agreement_.add(found, step(interpreted_), tokens.size());
   }
 
-  /// Empties both caches, and attaches them to a prefix of `length` positions.
+  /// Clears both caches, and attaches them to a prefix of `length` positions.
   void attach(int32_t length) {
     for (Side<C>* side : {&captured_, &interpreted_}) {
       const auto prefix = must(freeze(side->cache()));
@@ -187,9 +189,9 @@ class Both {
   Agreement agreement_;
 };
 
-/// Makes both sides and runs steps on them. Returns whether some steps were
-/// captured, and logits differ by no more than rounding explains, and by at
-/// most `most` of the largest.
+/// Creates both sides and runs steps on them. Returns whether some steps were
+/// captured, and logits differ by no more than rounding explains and by at most
+/// the share `most` of the largest logit.
 template <typename Make, typename Run>
 bool compare(
     const std::string& what,
@@ -208,7 +210,8 @@ bool compare(
     return false;
   }
   if (!found.is_rounding() || !found.is_within(most)) {
-    std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what.c_str());
+    std::fprintf(
+        stderr, "etkv_captured: %s differ by too much\n", what.c_str());
     return false;
   }
   return true;

@@ -16,16 +16,17 @@
 namespace etkv::benches {
 namespace {
 
-/// Small enough that operations reach it.
+/// The capacity, small enough that operations reach it.
 constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
 /// The sequences that operations use, and the maximum tokens of a step.
 constexpr int32_t kSequences = 8;
 constexpr int kMaxTokens = 64;
-/// The largest allowed difference of logits in float16, as a share of the
-/// largest logit: for floats and for codes. A tiny model with one of 300 keys
-/// missing has 0.013, and with one of 60 missing 0.06. If a key is rounded the
-/// other way before it is stored as codes, it has 0.03.
+/// The maximum difference of logits in float16, as a share of the largest
+/// logit: for floats and for codes. For comparison: a tiny model with one of
+/// 300 keys missing has a difference of 0.013, and with one of 60 missing 0.06.
+/// If one key is rounded the other way before it is stored as codes, the
+/// difference is 0.03.
 constexpr double kFloats = 0.004;
 constexpr double kCodes = 0.06;
 
@@ -40,11 +41,11 @@ class Random {
   }
 
  private:
-  // The same on every platform, unlike std's distributions.
+  // Unlike std's distributions, this gives the same numbers on every platform.
   std::mt19937 engine_;
 };
 
-/// Returns the sequences of a step, and their numbers of tokens.
+/// Returns the sequences of a step, with their numbers of tokens.
 Counts some_tokens(Random& random) {
   Counts counts;
   // One token of each of many sequences, or several of a few.
@@ -71,8 +72,8 @@ Counts some_tokens(Random& random) {
   return counts;
 }
 
-/// Withdraws a step, then runs it. If there is no room, both caches refuse it
-/// and do not change.
+/// Declares a step, cancels it, and then runs it. If it does not fit, both
+/// caches refuse it and do not change.
 template <typename C>
 void run_some(Both<C>& both, const Counts& counts) {
   std::vector<int32_t> sequences;

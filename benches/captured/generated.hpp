@@ -10,10 +10,9 @@ namespace etkv::benches {
 
 /// Runs generated operations for each seed from 1 to `seeds`, each on an empty
 /// cache: steps of several sequences and of trees, forks, removals, rewinds,
-/// compaction, prefixes, and steps that are refused or withdrawn. Returns
+/// compaction, prefixes, and steps that are refused or cancelled. Returns
 /// whether the logits of captured and interpreted steps agree. With a tiny
-/// model in float16, a single wrong key is visible among the few that steps
-/// read.
+/// model in float16, one wrong key is detected, because steps read few keys.
 bool compare_generated(
     const char* model,
     const std::string& format,

@@ -1,4 +1,4 @@
-// Made-up hidden states for drafts that take them.
+// Generated hidden states for drafts that read them.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace etkv::benches {
 
-/// Returns rows from -1 to 1 for the tokens at `n` positions. Every third one is
-/// the row of the token before it.
+/// Returns rows with values from -1 to 1 for the tokens at `n` positions. Every
+/// third row is that of the previous token.
 inline examples::GivenHiddenStates
 given_rows(const examples::HiddenStateType& type, size_t at, size_t n) {
   examples::GivenHiddenStates given;

@@ -1,4 +1,4 @@
-// What etkv's log reports of captured steps.
+// Counts captured steps by etkv's log.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace etkv::benches {
 
-/// Counts captured and interpreted steps, and keeps the reasons.
+/// Counts captured and interpreted steps, and stores the reasons.
 class Log {
  public:
   Log() {
@@ -28,7 +28,8 @@ class Log {
     must(set_log_callback("off", nullptr));
   }
 
-  /// Captured steps; one counts again when an address has changed.
+  /// The number of captures: a step counts again if it is captured again
+  /// because an address has changed.
   size_t captured() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return captured_;

@@ -1,17 +1,17 @@
-// Compares steps that are captured as one CUDA graph with the same steps of the
-// interpreter, in turn: the difference of their logits and hidden states, the
-// ids that they choose, and their times. A draft that takes hidden states gets
-// made-up ones, and runs a single sequence.
+// etkv_captured: compares steps that are captured as one CUDA graph with the
+// same steps in the interpreter, in turn: the difference of logits and hidden
+// states, the chosen ids, and the times. A draft that reads hidden states gets
+// generated ones, and runs a single sequence.
 //
 //   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT [SEEDS]]]]
 //
 // LONGEST is the maximum number of positions (2000). ROUNDS is the number of
 // timed steps for each number of tokens (64). KV_FORMAT is the format of keys
 // and values (the program's dtype, as `native`). SEEDS is the number of seeds
-// of generated operations (none). Ends with 1 if no step is captured, if the
+// of generated operations (none). Exits with 1 if no step is captured, if the
 // interpreter runs a step of few tokens instead, if logits differ by more than
 // the rounding of the program's dtype explains, or if a captured step chooses
-// an id other than its own argmax.
+// an id other than the argmax of its logits.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -46,7 +46,7 @@ using etkv::benches::not_greatest;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
 
-/// A program on its own cache.
+/// A program with a cache.
 struct Side {
   Side(
       const char* path,
@@ -90,8 +90,8 @@ struct Side {
         program.step(tokens.data(), positions.data(), tokens.size(), given));
   }
 
-  /// Returns whether the program takes hidden states. Then the device does not
-  /// choose its ids.
+  /// Returns whether the program reads hidden states. If so, the device does
+  /// not choose ids.
   bool is_draft() const {
     return program.draft_tap().has_value();
   }
@@ -103,8 +103,8 @@ struct Side {
     return must(etkv::choose(session.cache(), tokens, positions));
   }
 
-  /// Returns the milliseconds of a step whose logits go to the host, or whose
-  /// ids the device chooses.
+  /// Returns the milliseconds of a step that copies logits to the host, or of
+  /// one for which the device chooses ids.
   double timed(const std::vector<int64_t>& tokens, bool chosen) {
     const int32_t at = length();
     Stopwatch watch;
@@ -174,14 +174,14 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
     }
     agreement.print(("after " + std::to_string(after)).c_str());
     if (!agreement.is_rounding()) {
-      std::fprintf(stderr, "etkv_captured: these logits are too far apart\n");
+      std::fprintf(stderr, "etkv_captured: these logits differ by too much\n");
       agree = false;
     }
     if (captured.program.hidden_states()) {
       hidden.print(("after " + std::to_string(after)).c_str(), "hidden states");
       if (!hidden.is_rounding()) {
         std::fprintf(
-            stderr, "etkv_captured: these hidden states are too far apart\n");
+            stderr, "etkv_captured: these hidden states differ by too much\n");
         agree = false;
       }
     }
@@ -189,7 +189,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
   if (!captured.is_draft()) {
     std::printf("%zu of %zu rows have the same chosen id\n", same_chosen, rows);
   }
-  std::printf("captured are steps of");
+  std::printf("steps are captured for");
   for (const size_t n : sizes) {
     std::printf(" %zu", n);
   }
@@ -204,8 +204,8 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
   if (wrong > 0) {
     std::fprintf(
         stderr,
-        "etkv_captured: captured steps chose %zu of %zu ids that are not their "
-        "greatest logit's\n",
+        "etkv_captured: captured steps chose %zu of %zu ids that are not the "
+        "argmax of their logits\n",
         wrong,
         rows);
     agree = false;
@@ -272,7 +272,7 @@ bool compare_rows(Side& all, Side& last) {
   }
   std::printf(
       "the last row of text, 2 to 64 tokens: %s\n",
-      same ? "the same bits" : "other bits");
+      same ? "equal bits" : "different bits");
   return same;
 }
 
@@ -293,18 +293,18 @@ int main(int argc, char** argv) {
   const std::string format = named == "native" ? "" : named;
   const unsigned long seeds = argc > 5 ? std::strtoul(argv[5], nullptr, 10) : 0;
   if (rounds < 1) {
-    std::fprintf(stderr, "etkv_captured: ROUNDS is at least 1\n");
+    std::fprintf(stderr, "etkv_captured: ROUNDS must be at least 1\n");
     return 2;
   }
   const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
-  // The log stops before steps are timed.
+  // Logging stops before steps are timed.
   auto log = std::make_unique<Log>();
   Side captured(argv[1], capacity, format, etkv::Passes::standard);
   if (captured.is_draft() && seeds > 0) {
     std::fprintf(
         stderr,
         "etkv_captured: a draft with hidden states has no generated "
-        "operations, leave out SEEDS\n");
+        "operations: omit SEEDS\n");
     return 2;
   }
   const size_t before = log->captured();
@@ -331,13 +331,13 @@ int main(int argc, char** argv) {
     agree = etkv::benches::compare_generated(argv[1], format, n, *log) && agree;
   }
   for (const auto& reason : log->reasons()) {
-    std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
+    std::fprintf(stderr, "etkv_captured: log: %s\n", reason.c_str());
   }
   if (log->interpreted() > 0) {
     std::fprintf(
         stderr,
-        "etkv_captured: the interpreter ran %zu steps that are captured "
-        "elsewhere\n",
+        "etkv_captured: the interpreter ran %zu steps of sizes that are "
+        "captured in other steps\n",
         log->interpreted());
     agree = false;
   }

@@ -23,7 +23,7 @@ void run_sequences(Both<SeqCache>& both) {
     both.run({{0, 1}, {1, 1}, {2, 1}, {3, 1}});
   }
   both.run({{1, 5}, {3, 1}, {2, 2}});
-  // Free cells lie between the cells of other sequences.
+  // Now free cells are between the cells of other sequences.
   both.change([](SeqCache& cache) { return cache.seq_rm(0); });
   both.change([](SeqCache& cache) { return cache.seq_rm(1, 100); });
   both.run({{4, 12}});
@@ -51,14 +51,14 @@ void run_attached(Both<SeqCache>& both) {
   both.run({{0, 1}});
   both.run({{0, 1}});
   both.run({{0, 90}});
-  // A prefix on a prefix; the cache goes on from part of it.
+  // A prefix that extends a prefix; the cache continues from part of it.
   both.attach(200);
   both.run({{0, 5}});
   both.change([](SeqCache& cache) { return cache.seq_cp(0, 1); });
   for (int i = 0; i < 3; ++i) {
     both.run({{0, 1}, {1, 1}});
   }
-  // A rewind into the prefix, which does not change.
+  // A rewind into the prefix must not change the prefix.
   both.change([](SeqCache& cache) { return cache.seq_rm(0, 180); });
   both.run({{0, 1}});
   both.run({{0, 30}});

@@ -36,36 +36,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benches.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a minute's run, which shows that everything runs")
+    parser.add_argument("--quick", action="store_true", help="a short run, which checks that everything runs")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TOPIC", help=f"one of {', '.join(TOPICS)}; may be repeated"
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each (3; with --quick 1)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the report goes (build/bench)")
-    parser.add_argument("--binaries", type=Path, metavar="FOLDER", help="etkv's programs, in FOLDER or FOLDER/bin")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each contestant (3; with --quick 1)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder of the report (build/bench)")
+    parser.add_argument("--binaries", type=Path, metavar="FOLDER", help="of etkv's executables, or its parent")
     parser.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME=PTE:FOLDER",
-        help="a program, and the folder of its weights as mlx-lm loads them; may be repeated. Most topics take the "
-        "first",
+        help="a program, and the folder with its weights for mlx-lm; may be repeated. Most topics use only the first",
     )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[], metavar="N", help="of the topic decode")
-    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of one process (1800)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[], metavar="N", help="contexts of the topic decode")
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="the limit for one process (1800)")
     parser.add_argument(
         "--draw",
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="only make the tables and plots of a folder's report.json, or of several as one, in --output or the first",
+        help="only write tables and plots of a folder's report.json, or of several, to --output or the first",
     )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.only if name not in TOPICS]
     if unknown:
         parser.error(f"unknown topic {unknown[0]}: there are {', '.join(TOPICS)}")
     if options.rounds is not None and options.rounds < 1:
-        parser.error("--rounds is at least 1")
+        parser.error("--rounds must be at least 1")
     if options.draw:
         try:
             made = report.joined([json.loads((folder / "report.json").read_text()) for folder in options.draw])
@@ -222,7 +221,7 @@ def finish(made: Figures, output: Path) -> None:
         drawn = plots.draw(made, output)
     except NotRunError as reason:
         drawn = []
-        print(f"no plots: {reason}; --draw makes them from report.json elsewhere", file=sys.stderr)
+        print(f"no plots: {reason}; --draw draws them from report.json on another machine", file=sys.stderr)
     say("")
     print(report.markdown(made))
     print(f"{output}: report.json, report.md{''.join(f', {name}' for name in drawn)}")

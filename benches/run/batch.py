@@ -18,9 +18,9 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Several sequences a step",
-        "Each sequence has a prompt of its own; all prompts are of one length, so that mlx-lm pads nothing. Tokens a "
-        "second are those of all sequences together. etkv starts a step before the host has read the last tokens, as "
-        "mlx-lm's own loop does.",
+        "Each sequence has a different prompt; all prompts have the same length, so that mlx-lm needs no padding. "
+        "Tokens a second are those of all sequences together. Like mlx-lm's own loop, etkv starts a step before the host "
+        "has read the last tokens.",
     )
     model = bench.models[0]
     sizes = bench.choose(quick=[1, 4], cpu=[1, 4, 16, 64], gpu=[1, 2, 4, 8, 16, 32, 64])
@@ -69,7 +69,7 @@ def table(model: Model, found: dict[int, Results], context: int) -> Table:
     made = Table(
         model.name,
         f"Tokens a second of all sequences, after prompts of {thousands(context)} tokens; medians of steps. A ratio "
-        "above 1: etkv is so many times as fast as mlx-lm's loop in the column before.",
+        "above 1 means that etkv is that many times as fast as mlx-lm's loop in the previous column.",
         ["sequences", ETKV, PIPELINED, "ratio", WAITING, "ratio"],
     )
     for size, one in found.items():

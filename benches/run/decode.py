@@ -30,8 +30,8 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Decoding, against mlx-lm",
-        "The same weights, dtype, ids and MLX; greedy. Both have two loops: one starts the next step before it reads a "
-        "token, and the one that waits reads each token first. Each is compared with its like.",
+        "Greedy decoding with the same weights, dtype, ids and MLX. Both have two loops: one starts the next step "
+        "before it reads a token, and the waiting loop reads each token first. Equal loops are compared.",
     )
     contexts = bench.contexts or bench.choose(quick=[48], cpu=[128, 2048, 8192], gpu=[128, 2048, 8192])
     n_decode = bench.choose(quick=8, cpu=32, gpu=128)
@@ -106,16 +106,16 @@ def same_ids(results: Results) -> str:
 
 def tables(model: Model, results: dict[int, Results], n_decode: int) -> list[Table]:
     """Returns the tables of one model."""
-    better = "A ratio above 1: etkv is so many times as fast"
+    better = "A ratio above 1 means that etkv is that many times as fast"
     decode = Table(
         f"{model.name}: decoding",
-        f"Tokens a second over {n_decode} tokens, a token a step. {better} as mlx-lm's loop in the column before.",
-        ["context", *LOOPS, *(word for name in RIVALS for word in (name, "ratio")), "first ids alike"],
+        f"Tokens a second over {n_decode} tokens, a token a step. {better} as mlx-lm's loop in the previous column.",
+        ["context", *LOOPS, *(word for name in RIVALS for word in (name, "ratio")), "equal first ids"],
     )
     prefill = Table(
         f"{model.name}: the prompt, and memory",
-        f"Tokens of the prompt a second, up to the first token. Peak memory is MLX's and the process's, in MiB; "
-        f"mlx-lm's process holds Python too. {better} as mlx-lm's own loop, or takes so many times less memory.",
+        f"Tokens of the prompt a second, until the first token. Peak memory of MLX and of the process, in MiB; "
+        f"mlx-lm's process includes Python. {better} as mlx-lm's own loop, or uses that many times less memory.",
         [
             *("context", "etkv, tokens/s", "mlx-lm", "ratio"),
             *("etkv, MLX's MiB", "mlx-lm", "ratio", "etkv, process, MiB", "mlx-lm", "ratio"),

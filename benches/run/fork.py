@@ -18,8 +18,8 @@ def measure(bench: Bench) -> Topic:
         NAME,
         "Forks",
         "One context is read once and continued by several branches, which decode together. etkv's branches share its "
-        "cells; mlx-lm copies its cache for each branch, and merges the copies into a batch. Making the branches ends "
-        "when they can decode together.",
+        "cells; mlx-lm copies its cache for each branch, and merges the copies into a batch. The time of a fork ends "
+        "when the branches can decode together.",
     )
     model = bench.models[0]
     context = bench.choose(quick=32, cpu=512, gpu=2048)
@@ -47,8 +47,8 @@ def table(model: Model, found: dict[int, Results], context: int) -> Table:
     """Returns the table: times of forks and of steps, for each number of branches."""
     made = Table(
         model.name,
-        f"A context of {thousands(context)} tokens. A ratio above 1: etkv is so many times as fast as mlx-lm, or takes "
-        "so many times less memory.",
+        f"A context of {thousands(context)} tokens. A ratio above 1 means that etkv is that many times as fast as "
+        "mlx-lm, or uses that many times less memory.",
         ["branches", "", ETKV, PEER, "ratio"],
     )
     for size, one in found.items():

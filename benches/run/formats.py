@@ -17,8 +17,8 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Formats of keys and values",
-        "Decoding after one context, through a cache of each format. The model's weights and activations stay as they "
-        "are. Bytes are those that keys and values of the context take.",
+        "Decoding after the same context with a cache of each format. The model's weights and activations do not "
+        "change. Bytes are those of the keys and values of the context.",
     )
     model = bench.models[0]
     context = bench.choose(quick=64, cpu=2048, gpu=4096)
@@ -69,8 +69,8 @@ def table(model: Model, results: Results, formats: list[str], context: int, n_de
     """Returns the table: a row for each format."""
     made = Table(
         model.name,
-        f"{thousands(context)} tokens of context, {n_decode} decoded. A ratio above 1: the format is so many times as "
-        f"fast as {BASE}, or takes so many times less memory.",
+        f"{thousands(context)} tokens of context, {n_decode} decoded. A ratio above 1 means that the format is that "
+        f"many times as fast as {BASE}, or uses that many times less memory.",
         ["format", "decoding, tokens/s", f"ratio to {BASE}", "cache, MiB", f"ratio to {BASE}"],
     )
     for one in formats:

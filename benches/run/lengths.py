@@ -22,9 +22,9 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Lengths never run before",
-        "Milliseconds up to the first token of a prompt, for lengths that the process has not run before and for the "
-        "same lengths again; then steps of some tokens, as a verification of draft tokens has them, after a context "
-        "that grows by a token a step. The host reads a token after each step, on both sides.",
+        "Milliseconds until the first token of a prompt, for lengths that the process has not run before and for the "
+        "same lengths again; then steps of several tokens, as in a verification of draft tokens, after a context that "
+        "grows by a token a step. On both sides the host reads a token after each step.",
     )
     longest = bench.choose(quick=128, cpu=256, gpu=4000)
     prompts = bench.choose(quick=2, cpu=4, gpu=20)
@@ -81,7 +81,7 @@ def table(model: Model, results: Results, longest: int, prompts: int, cases: lis
     made = Table(
         model.name,
         f"Milliseconds; {prompts} prompts of 100 to {thousands(max(lengths(longest, prompts)))} tokens, their median. "
-        "A ratio above 1: etkv is so many times as fast as mlx-lm.",
+        "A ratio above 1 means that etkv is that many times as fast as mlx-lm.",
         ["", ETKV, PEER, "ratio"],
     )
     named = {

@@ -22,8 +22,8 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "The op against bare MLX",
-        f"`update_and_attend` through a contiguous cache, and in MLX alone `slice_update` into buffers of the final "
-        f"length, then `fast::scaled_dot_product_attention` on a slice; {heads} query and {kv_heads} KV heads of "
+        f"`update_and_attend` with a contiguous cache, against MLX's `slice_update` into buffers of the final length "
+        f"and `fast::scaled_dot_product_attention` on a slice; {heads} query and {kv_heads} KV heads of "
         f"{model.head_dim}, {dtype}, {LAYERS} layers a step, in turns in one process. The host waits after a step.",
     )
     lengths = bench.choose(quick=[256], cpu=[256, 1024, 4096], gpu=[256, 1024, 4096, 16384])
@@ -69,7 +69,7 @@ def table(size: int, found: dict[int, Results]) -> Table:
     """Returns the table of steps of one size."""
     made = Table(
         f"{size} token{'s' * (size > 1)} a step",
-        "Microseconds a layer. A ratio above 1: etkv is so many times as fast as MLX alone.",
+        "Microseconds a layer. A ratio above 1 means that etkv is that many times as fast as MLX alone.",
         ["positions", ETKV, BARE, "ratio"],
     )
     for length, one in found.items():

@@ -119,10 +119,10 @@ def described(report: Figures) -> list[str]:
         f"{report['started']}, {report['seconds'] / 60:.1f} minutes; the load average was "
         f"{machine['load_average']:.1f} before.",
         "",
-        f"Rounds of each, in turns: {rounds}, where a topic does not say otherwise. Each round is a process of its "
-        "own. Figures are medians of the rounds. A ratio is of two medians; in brackets are the least and the most of "
-        "a round.",
-        *(["", "This is a short run (`--quick`): it shows that everything runs, not how fast."] * options["quick"]),
+        f"Rounds of each contestant, in turns: {rounds}, unless a topic says otherwise. Each round is a separate "
+        "process. Figures are medians of the rounds. A ratio is of two medians; brackets have the minimum and the "
+        "maximum of the rounds.",
+        *(["", "This is a short run (`--quick`): it checks that everything runs, not how fast."] * options["quick"]),
     ]
 
 
@@ -132,7 +132,7 @@ def joined(reports: list[Figures]) -> Figures:
     made = {**first, "topics": [], "samples": [], "seconds": 0.0}
     for one in reports:
         if one["versions"] != first["versions"] or one["machine"]["device_name"] != first["machine"]["device_name"]:
-            raise ValueError("the reports are of different devices or versions")
+            raise ValueError("the reports are of different devices or different versions of etkv")
         made["topics"] += one["topics"]
         made["samples"] += one["samples"]
         made["seconds"] += one["seconds"]

@@ -27,8 +27,8 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Speculation",
-        "Draft tokens pay where a forward of several tokens takes little more than one of a single token, and where "
-        "enough of them are right. `make bench-speculation` compares more drafts.",
+        "Draft tokens save time if a forward of several tokens takes little longer than a forward of one token, and if "
+        "enough of them are accepted. `make bench-speculation` compares more drafts.",
     )
     model = bench.models[0]
     sizes = bench.choose(quick=[1, 4], cpu=[1, 2, 4, 8, 16], gpu=[1, 2, 4, 8, 16, 32])
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> Topic:
     if (model.program.parent / "tokenizer.json").exists():
         topic.tables.append(answers(bench, topic, model))
     else:
-        topic.not_run.append(f"etkv_speculative: no tokenizer.json beside {model.program.name}")
+        topic.not_run.append(f"etkv_speculative: no tokenizer.json in the folder of {model.program.name}")
     return topic
 
 
@@ -74,8 +74,8 @@ def costs(model: Model, found: dict[int, Results]) -> Table:
     """Returns the table of forwards."""
     made = Table(
         f"{model.name}: forwards of several tokens",
-        "Milliseconds of a forward with every row of logits, and the same in forwards of one token. A ratio above 1: "
-        "etkv is so many times as fast as mlx-lm.",
+        "Milliseconds of a forward with all rows of logits, also as a multiple of a forward of one token. A ratio "
+        "above 1 means that etkv is that many times as fast as mlx-lm.",
         ["tokens", "etkv, ms", "in forwards of one", "mlx-lm, ms", "in forwards of one", "ratio"],
     )
     for size, one in found.items():
@@ -105,11 +105,11 @@ def answers(bench: Bench, topic: Topic, model: Model) -> Table:
     results = bench.in_turns({"model": model.name, "answers": most}, contestants)
     topic.left_out(results, "answers")
     note = (
-        f"At most {most} tokens to `{PROMPT}`; drafts are n-grams of the text. A ratio above 1: the answer is so many "
+        f"Answers of at most {most} tokens to `{PROMPT}`; drafts are n-grams of the text. A ratio above 1 means that "
     )
-    note += "times as fast as without drafts."
+    note += "the answer is that many times as fast as without drafts."
     if not model.trained:
-        note += " These weights are not trained: how many tokens a step has here says nothing of a text."
+        note += " These weights are not trained, so the number of tokens a step is meaningless."
     made = Table(
         f"{model.name}: answers",
         note,

@@ -23,9 +23,9 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Load, first token and memory",
-        f"Each round is a new process that loads the model and reads a prompt of {PROMPT} tokens up to the first "
-        "token. The files are in the system's page cache, and MLX's compiled kernels in its folder, from the round "
-        "before.",
+        f"Each round is a new process that loads the model and runs a prompt of {PROMPT} tokens until the first "
+        "token. From the previous round, the files are in the system's page cache and MLX's compiled kernels in their "
+        "folder.",
     )
     found = {model.name: compare(bench, topic, model) for model in bench.models}
     topic.tables = [table(name, results) for name, results in found.items()]
@@ -87,8 +87,8 @@ def table(name: str, results: Results) -> Table:
     """Returns the table of one model."""
     made = Table(
         name,
-        "A ratio above 1: etkv is so many times as fast as mlx-lm, or takes so many times less memory. mlx-lm's "
-        "process holds Python too.",
+        "A ratio above 1 means that etkv is that many times as fast as mlx-lm, or uses that many times less memory. "
+        "mlx-lm's process includes Python.",
         ["", ETKV, PEER, "ratio"],
     )
     for label, metric, unit, digits in (
