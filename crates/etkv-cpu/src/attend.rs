@@ -65,7 +65,7 @@ pub(crate) unsafe fn attend_into(
         fail!(Shape, "expected queries of shape [1, n_heads, T, k_head_dim], got {:?}", q.shape());
     }
     let shape = Shape::contiguous(heads as usize, n as usize, spec.v.head_dim());
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     let mut out = unsafe { Output::new(start, dtype, shape) };
     with_queries(q, |queries| {
         let (k, v) = (&spec.k, &spec.v);

@@ -31,12 +31,12 @@ unsafe impl GlobalAlloc for FailingAllocator {
                 return std::ptr::null_mut();
             }
         }
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.dealloc(start, layout) }
     }
 }

@@ -90,7 +90,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         let logits = to_numbers(element, outputs.logits);
         let (blended, wide) = outputs.tapped.split_at(2 * all);
         let (blended, wide) = (to_numbers(element, blended), to_numbers(element, wide));
-        // SAFETY: the same.
+        // SAFETY: the same as above.
         let only = unsafe { last.run_groups(&[step], &[&bytes[0], &bytes[1]]) }?;
         same &= outputs.logits.ends_with(only.logits) && only.logits.len() == 2 * inner;
         same &= outputs.tapped == only.tapped;

@@ -256,7 +256,7 @@ fn check_masks(
         let inputs = step.inputs(before);
         // SAFETY: the model outlives the graphs, and nothing else uses it.
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
-        // SAFETY: the same.
+        // SAFETY: the same as above.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
         // The bits are the same if all rows are in one block. Otherwise a mask may divide sums differently.
         let most = if small_blocks { 16 } else { 64 };
@@ -290,7 +290,7 @@ fn check_masks(
                 .collect();
             let mask = KeyMask::of(runs.into_iter());
             let step = StepInputs { mask: Some(&mask), ..step.inputs(before) };
-            // SAFETY: the same.
+            // SAFETY: the same as above.
             unsafe { captured.run(&step) }?;
             let done = CompletedStep { model, plan: &plan, captured: &captured, step };
             // The other launches do not use masks.
@@ -323,11 +323,11 @@ fn check_padding(
     let expected =
         unsafe { exact.run(&StepInputs { mask: Some(&few), ..inputs }) }?.logits.to_vec();
     let pools = read_pools(model)?;
-    // SAFETY: the same.
+    // SAFETY: the same as above.
     let found = unsafe { padded.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
     let near = are_near(&found.logits[..expected.len()], &expected, limit, model.shape.element);
     let last_row = found.logits[expected.len() / n * (n - 1)..expected.len()].to_vec();
-    // SAFETY: the same.
+    // SAFETY: the same as above.
     let found = unsafe { last.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
     let is_last = found.logits == last_row;
     let row = 2 * model.shape.head_dim;

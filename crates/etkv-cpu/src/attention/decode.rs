@@ -53,7 +53,7 @@ macro_rules! floats {
 
             #[inline(always)]
             unsafe fn load<S: Simd>(self, row: Row, at: usize, (): ()) -> S::F {
-                // SAFETY: the caller ensures the same.
+                // SAFETY: the caller upholds the contract.
                 unsafe { $load(row[0].add(at * ($bits / 8))) }
             }
         }
@@ -86,13 +86,13 @@ impl<const BITS: usize> Decode for Affine<BITS> {
 
     #[inline(always)]
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { (S::splat_f16(row[1].add(2 * group)), S::splat_f16(row[2].add(2 * group))) }
     }
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller ensures the same. The vector width is a multiple of 8, so the element starts at
+        // SAFETY: the caller upholds the contract. The vector width is a multiple of 8, so the element starts at
         // a byte boundary.
         unsafe { S::fma(S::integers::<BITS>(row[0].add(at / 8 * BITS)), scale.0, scale.1) }
     }
@@ -115,7 +115,7 @@ impl Decode for Affine4 {
 
     #[inline(always)]
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let scale = S::splat_f16(row[1].add(2 * group));
             S::int4_table(scale, S::splat_f16(row[2].add(2 * group)))
@@ -124,7 +124,7 @@ impl Decode for Affine4 {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { S::int4(row[0].add(at / 2), scale) }
     }
 }
@@ -147,13 +147,13 @@ macro_rules! scaled {
 
             #[inline(always)]
             unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-                // SAFETY: the caller ensures the same.
+                // SAFETY: the caller upholds the contract.
                 unsafe { $of(row[1], group) }
             }
 
             #[inline(always)]
             unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-                // SAFETY: the caller ensures the same.
+                // SAFETY: the caller upholds the contract.
                 unsafe { $load(row[0].add(at / 8 * $bits), scale) }
             }
         }
@@ -175,7 +175,7 @@ scaled! {
 
 #[inline(always)]
 unsafe fn row_int4<S: Simd>(scale: *const u8) -> S::Table {
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let scale = S::splat_f16(scale);
         S::int4_table(scale, S::mul(scale, S::splat(-8.0)))
@@ -184,13 +184,13 @@ unsafe fn row_int4<S: Simd>(scale: *const u8) -> S::Table {
 
 #[inline(always)]
 unsafe fn e8m0<S: Simd>(scales: *const u8, group: usize) -> S::F {
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe { S::splat(f32::from_bits(u32::from(*scales.add(group)) << 23)) }
 }
 
 #[inline(always)]
 unsafe fn e4m3<S: Simd>(scales: *const u8, group: usize) -> S::F {
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe { S::splat(E4M3[usize::from(*scales.add(group))]) }
 }
 

@@ -237,7 +237,7 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize, block: usize, blocks: usize) {
         let group = self.decode.group(self.dim);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let count = self.rows.slots.len();
@@ -324,7 +324,7 @@ impl<D: Decode> Unpack<'_, D> {
         // Room for 16 elements of 32 bits.
         let mut codes = [0u8; 64];
         let mut numbers = [0f32; 16];
-        // SAFETY: the caller ensures the same. Only the end of the row is copied, which is shorter than a
+        // SAFETY: the caller upholds the contract. Only the end of the row is copied, which is shorter than a
         // vector.
         unsafe {
             std::ptr::copy_nonoverlapping(

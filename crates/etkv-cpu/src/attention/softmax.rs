@@ -22,7 +22,7 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     ];
     // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
     const INTEGER: f32 = 12_582_912.0;
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let x = S::max(S::splat(-127.0), x);
         let shifted = S::add(x, S::splat(INTEGER));
@@ -101,7 +101,7 @@ impl Kernel for Weigh<'_> {
 /// of the weights.
 #[inline(always)]
 unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32, f32) {
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut x = [S::splat(0.0); N];
         for (i, x) in x.iter_mut().enumerate() {

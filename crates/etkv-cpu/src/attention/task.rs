@@ -142,7 +142,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
         // SAFETY: the rows belong to this task.
         let (totals, _) = unsafe { job.totals_and_values(task, head, scratch.part) };
         for row in 0..rows {
-            // SAFETY: the same.
+            // SAFETY: the same as above.
             unsafe {
                 *totals.peaks.add(row) = NO_PEAK;
                 *totals.sums.add(row) = 0.0;
@@ -155,7 +155,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
             continue;
         };
         for head in heads.clone() {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { attend_tile::<S>(job, task, head, &tile, scratch) };
         }
     }
@@ -270,7 +270,7 @@ unsafe fn attend_tile<S: Simd>(
 ) {
     let sizes = &job.plan.sizes;
     let (k_padded, v_padded) = (sizes.k_padded(), sizes.v_padded());
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     let (totals, values) = unsafe { job.totals_and_values(task, head, scratch.part) };
     let n_rows = tile.n_rows;
     let rows = &scratch.rows[..n_rows];
@@ -403,7 +403,7 @@ fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
 /// The same as for [`run`], and `out` must have room.
 unsafe fn unpack<S: Simd>(stored: &StoredRows, rows: Rows, out: *mut f32, padded: usize) {
     let dim = stored.dim;
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         with_decode!(stored.encoding, |decode| {
             S::enter(Unpack { decode, rows, dim, out, padded });
@@ -424,7 +424,7 @@ pub(super) unsafe fn finish<S: Simd>(
 ) {
     let sizes = &job.plan.sizes;
     let v_padded = sizes.v_padded();
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let (totals, values) = job.totals_and_values(task, head, scratch.part);
         let out = &mut scratch.result[..v_padded];

@@ -55,7 +55,7 @@ pub struct Queries<'a> {
 
 // SAFETY: this is a shared borrow of numbers.
 unsafe impl Sync for Queries<'_> {}
-// SAFETY: as above.
+// SAFETY: the same as above.
 unsafe impl Send for Queries<'_> {}
 
 impl<'a> Queries<'a> {

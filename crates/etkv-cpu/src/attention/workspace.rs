@@ -122,7 +122,7 @@ impl<T> Deref for Piece<T> {
 
 impl<T> DerefMut for Piece<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: the same, and the borrow is exclusive.
+        // SAFETY: the same as above, and the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }

@@ -106,7 +106,7 @@ unsafe fn gated<S: Simd>(activation: &Activation, gates: &mut [f32; ROWS], ups: 
     let limit = activation.limit;
     // In contrast to `f32::min`, this keeps NaN.
     gates.iter_mut().for_each(|gate| *gate = if *gate > limit { limit } else { *gate });
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe { function::<S>(activation, gates) };
     for (gate, &up) in gates.iter_mut().zip(ups) {
         let up = if up > limit { limit } else { up };
@@ -122,7 +122,7 @@ unsafe fn function<S: Simd>(activation: &Activation, x: &mut [f32; ROWS]) {
     match activation.function {
         Function::Silu => {
             e.iter_mut().for_each(|e| *e *= -activation.alpha);
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x /= 1.0 + e);
         }
@@ -130,13 +130,13 @@ unsafe fn function<S: Simd>(activation: &Activation, x: &mut [f32; ROWS]) {
             // x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
             let factor = -2.0 * (2.0 / PI).sqrt();
             e.iter_mut().for_each(|e| *e = factor * (*e + 0.044_715 * (*e * *e * *e)));
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x /= 1.0 + e);
         }
         Function::Gelu => {
             e.iter_mut().for_each(|e| *e = -0.5 * (*e * *e));
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { exp_of::<S>(&mut e) };
             x.iter_mut().zip(&e).for_each(|(x, e)| *x *= 0.5 * erfc(-*x * FRAC_1_SQRT_2, *e));
         }

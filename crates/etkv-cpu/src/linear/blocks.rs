@@ -77,7 +77,7 @@ impl Packed {
     pub unsafe fn put_floats(&self, block: Block, i: usize, column: usize, from: &[f32]) {
         let to = self.floats(block).wrapping_add(column * block.n + i);
         for (at, &x) in from.iter().enumerate() {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { to.wrapping_add(at * block.n).write(x) };
         }
     }
@@ -99,7 +99,7 @@ impl Packed {
         let to = self.integers(block).cast::<[i8; QUAD]>().wrapping_add(first);
         let (quads, _) = codes.as_chunks::<QUAD>();
         let (to_scales, to_starts) = self.of_groups(block);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             for (at, &quad) in quads.iter().enumerate() {
                 to.wrapping_add(at * block.n).write(quad);

@@ -20,7 +20,7 @@ pub(crate) struct FloatTile {
 impl Kernel for FloatTile {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match self.is_bf16 {
                 true => self.of::<S, true>(),
@@ -34,7 +34,7 @@ impl FloatTile {
     #[inline(always)]
     unsafe fn of<S: Simd, const IS_BF16: bool>(&self) {
         const { assert!(BLOCK == 12) };
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match (self.n, ROWS / S::WIDTH) {
                 (1, 1) => self.multiply::<S, IS_BF16, 1, 1>(),
@@ -63,7 +63,7 @@ impl FloatTile {
     #[inline(always)]
     unsafe fn multiply<S: Simd, const IS_BF16: bool, const N: usize, const V: usize>(&self) {
         let size = if IS_BF16 { 2 } else { 4 };
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let mut sums = [[S::splat(0.0); V]; N];
             let (mut weights, mut inputs) = (self.weights, self.inputs);

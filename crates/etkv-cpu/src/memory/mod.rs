@@ -30,7 +30,7 @@ enum Block {
 
 // SAFETY: a block owns its bytes, and gives access to them through references to the block only.
 unsafe impl Send for Memory {}
-// SAFETY: the same.
+// SAFETY: the same as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -143,7 +143,7 @@ impl Memory {
 
     /// Returns the bytes for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the same, and this reference is the only one.
+        // SAFETY: the same as above, and this reference is the only one.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.size) }
     }
 }

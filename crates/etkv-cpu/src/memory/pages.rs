@@ -72,7 +72,7 @@ pub(super) struct Mapping {
 
 // SAFETY: a mapping owns its bytes, and gives access to them through references to it only.
 unsafe impl Send for Mapping {}
-// SAFETY: the same.
+// SAFETY: the same as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {

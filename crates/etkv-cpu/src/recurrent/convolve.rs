@@ -103,7 +103,7 @@ pub unsafe fn convolve_into(
     parallel: &dyn Parallel,
 ) -> Result<RecurrentRows<Tensor>> {
     let best = Instructions::best();
-    // SAFETY: the caller ensures the same, and the machine has the instructions.
+    // SAFETY: the caller upholds the contract, and the machine has the instructions.
     unsafe { convolve_with(best, inputs, spec, start, dtype, workspace, parallel) }
 }
 
@@ -250,7 +250,7 @@ impl Job<'_> {
     /// document. No other thread may compute these channels or use the scratch memory.
     unsafe fn run<S: Simd>(&self, first: usize, scratch: Scratch) {
         let n = CHANNELS.min(self.sizes.channels - first);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if let Some(bias) = self.inputs.bias {
                 let out = std::slice::from_raw_parts_mut(scratch.bias, n);
@@ -283,7 +283,7 @@ impl Job<'_> {
     unsafe fn lanes<S: Simd, const SPLAT: bool>(&self, first: usize, n: usize, scratch: Scratch) {
         let Sizes { channels, n_tokens, width, .. } = self.sizes;
         let lanes = if SPLAT { 1 } else { CHANNELS };
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let row = |start: *mut f32, at: usize| {
                 std::slice::from_raw_parts_mut(start.add(at * lanes), n)

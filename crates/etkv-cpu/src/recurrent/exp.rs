@@ -17,7 +17,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
     const INTEGER: f32 = 12_582_912.0;
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let zero = S::splat(0.0);
         let x = S::max(S::splat(MIN_LOG_DECAY), x);

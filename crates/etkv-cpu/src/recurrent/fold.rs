@@ -98,7 +98,7 @@ impl Fold<'_> {
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
         let mut c = 0;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             while c + 6 <= self.k_dim {
                 self.tile::<S, 6, C>(c, at);
@@ -113,7 +113,7 @@ impl Fold<'_> {
 
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const C: usize>(&self, c: usize, at: usize) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             if !self.from.is_null() {

@@ -59,7 +59,7 @@ impl<const M: usize> Dots<'_, M> {
             false => self.rows.len() - 1,
         };
         let mut first = 0;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let vectors = self.vectors.add(at * self.dim);
             while first <= last {
@@ -222,7 +222,7 @@ impl<const M: usize> Columns<'_, M> {
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
         let mut token = 0;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             while M == 1 && token + 6 <= self.n_tokens {
                 self.tile::<S, 6, C>(token, at);
@@ -243,7 +243,7 @@ impl<const M: usize> Columns<'_, M> {
     /// Computes `C` adjacent vectors from column `at` for `R` tokens.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const C: usize>(&self, token: usize, at: usize) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let mut sums = [[[S::splat(0.0); C]; M]; R];
             if !self.state.is_null() {
@@ -315,7 +315,7 @@ impl<const M: usize> Columns<'_, M> {
         weights: *const f32,
         row: *const f32,
     ) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let mut update = [S::splat(0.0); C];
             for i in 0..C {

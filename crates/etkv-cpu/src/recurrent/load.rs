@@ -39,7 +39,7 @@ pub(super) unsafe fn load_run(tensor: &Tensor, index: [usize; 4], axis: usize, o
 pub(super) unsafe fn load(job: &Job, head: usize) {
     let (sizes, shared, inputs) = (&job.sizes, &job.shared, job.inputs);
     let group = sizes.heads / sizes.k_heads;
-    // SAFETY: the caller ensures the same.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if head.is_multiple_of(group) {
             for token in 0..sizes.n_tokens {
@@ -66,7 +66,7 @@ unsafe fn load_decays(job: &Job, g: &Tensor, head: usize) {
     for chain in &job.plan.chains {
         for (i, token) in chain.tokens.clone().enumerate() {
             let at = head * sizes.n_tokens + token;
-            // SAFETY: the caller ensures the same, and the plan was checked.
+            // SAFETY: the caller upholds the contract, and the plan was checked.
             unsafe {
                 let decay = shared.decays.add(at * padded);
                 let out = std::slice::from_raw_parts_mut(decay, padded);

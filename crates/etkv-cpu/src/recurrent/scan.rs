@@ -87,7 +87,7 @@ pub unsafe fn scan_into(
     parallel: &dyn Parallel,
 ) -> Result<RecurrentRows<Tensor>> {
     let best = Instructions::best();
-    // SAFETY: the caller ensures the same, and the machine has the instructions.
+    // SAFETY: the caller upholds the contract, and the machine has the instructions.
     unsafe { scan_with(best, scan, inputs, spec, start, dtype, workspace, parallel) }
 }
 
@@ -289,7 +289,7 @@ unsafe fn rows(
         }
         let shape = [1, axis(heads)?, axis(plan.stored.len())?, axis(dim)?];
         let strides = [0, strides[0] as isize, strides[1] as isize, 1];
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         *tensor = Some(unsafe { Tensor::borrowed(start.cast(), Dtype::F32, shape, strides)? });
     }
     let n_stored = plan.folds.iter().flatten().count();
@@ -298,7 +298,7 @@ unsafe fn rows(
         let state = sizes.k_dim * sizes.v_dim;
         let shape = [1, axis(sizes.heads)?, axis(n_stored)?, axis(state)?];
         let strides = [0, state as isize, (sizes.heads * state) as isize, 1];
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         anchors =
             Some(unsafe { Tensor::borrowed(shared.anchors.cast(), Dtype::F32, shape, strides)? });
     }

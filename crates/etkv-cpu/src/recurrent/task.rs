@@ -51,7 +51,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
     let k_head = head / (sizes.heads / sizes.k_heads);
     let task = Task { head, k_head, column, n_columns, padded };
     for chain in &job.plan.chains {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { job.chain::<S>(task, chain, scratch) };
     }
     if i.is_multiple_of(sizes.n_slices) {
@@ -69,7 +69,7 @@ impl Job<'_> {
         let null = std::ptr::null();
         let mut block =
             Block { n: 0, keys: [null; ROWS], updates: [null; ROWS], decays: [null; ROWS] };
-        // SAFETY: the caller ensures the same, and the plan was checked.
+        // SAFETY: the caller upholds the contract, and the plan was checked.
         unsafe {
             for &source in &chain.rows[chain.rows.len() - before..] {
                 match source {
@@ -99,7 +99,7 @@ impl Job<'_> {
     /// Appends the row of a token of this step.
     unsafe fn take(&self, block: &mut Block, task: Task, token: usize) {
         let (sizes, shared, n) = (&self.sizes, &self.shared, block.n);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             block.keys[n] =
                 shared.keys.add((task.k_head * sizes.n_tokens + token) * sizes.k_padded);
@@ -115,7 +115,7 @@ impl Job<'_> {
         let (sizes, n) = (&self.sizes, block.n);
         let key = self.keys.row(slot, task.k_head);
         let update = self.updates.row(slot, task.head);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let decay = update.add(sizes.v_dim);
             let update = update.add(task.column);
@@ -145,7 +145,7 @@ impl Job<'_> {
             AnchorSource::Slot(slot) => self.anchors.row(slot, task.head),
             AnchorSource::Fold(fold) => self.kept(fold, task.head),
         };
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let start = first.add(task.column);
             if sizes.v_dim == sizes.v_padded {
@@ -180,7 +180,7 @@ impl Job<'_> {
             return;
         }
         for c in 0..self.sizes.k_dim {
-            // SAFETY: the caller ensures the same, and only this task uses the columns.
+            // SAFETY: the caller upholds the contract, and only this task uses the columns.
             unsafe {
                 let to = kept.add(c * self.sizes.v_dim + task.column);
                 std::ptr::copy_nonoverlapping(state.add(c * task.padded), to, task.n_columns);
@@ -200,7 +200,7 @@ impl Job<'_> {
         let sizes = &self.sizes;
         let (dim, by_channel) = (sizes.k_padded, sizes.channel_decay);
         let (keys, decays, out) = (&block.keys, &block.decays, scratch.folded);
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             S::enter(DecayKeys { keys, decays, by_channel, dim, out });
             S::enter(Fold {
@@ -226,7 +226,7 @@ impl Job<'_> {
         state: State,
         scratch: &Scratch,
     ) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match self.sizes.delta {
                 true => self.tokens_of::<S, 2>(task, token, before, block, state, scratch),
@@ -248,7 +248,7 @@ impl Job<'_> {
         let (sizes, shared) = (&self.sizes, &self.shared);
         let (n_tokens, dim) = (block.n - before, sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             for n in 0..n_tokens {
                 let vectors = scratch.vectors.add(n * M * dim);
@@ -303,7 +303,7 @@ impl Job<'_> {
         let (n_tokens, dim) = (block.n - before, self.sizes.k_padded);
         let (vectors, rows, out) = (scratch.vectors, &block.keys[..block.n], scratch.weights);
         let mut decays = [0.0; ROWS];
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             S::enter(Dots::<M> { vectors, n_tokens, rows, causal: true, dim, out });
             for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
@@ -325,7 +325,7 @@ impl Job<'_> {
         scratch: &Scratch,
     ) {
         let dim = self.sizes.k_padded;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let vectors = |n: usize| scratch.vectors.add((n - before) * M * dim).cast_const();
             let weights = |n: usize| scratch.weights.add((n - before) * M * ROWS);
@@ -371,7 +371,7 @@ impl Job<'_> {
     ) {
         let (sizes, dim) = (&self.sizes, self.sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if M == 2 {
                 std::ptr::copy_nonoverlapping(key, vectors, dim);
@@ -404,7 +404,7 @@ impl Job<'_> {
     unsafe fn append_decays(&self, head: usize) {
         let sizes = &self.sizes;
         for at in head * sizes.n_tokens..(head + 1) * sizes.n_tokens {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 let from = self.shared.decays.add(at * sizes.decay_padded());
                 let to = self.shared.updates.add(at * sizes.update_stride() + sizes.v_dim);

@@ -57,10 +57,10 @@ impl Simd for Avx2 {
     unsafe fn enter<K: Kernel>(kernel: K) {
         #[target_feature(enable = "avx2,fma,f16c")]
         unsafe fn inside<K: Kernel>(kernel: K) {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { kernel.run::<Avx2>() }
         }
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { inside(kernel) }
     }
 
@@ -230,7 +230,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
     }
 

@@ -61,10 +61,10 @@ impl Simd for Avx512 {
     unsafe fn enter<K: Kernel>(kernel: K) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
         unsafe fn inside<K: Kernel>(kernel: K) {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { kernel.run::<Avx512>() }
         }
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { inside(kernel) }
     }
 

@@ -211,7 +211,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
     }
 

@@ -32,13 +32,13 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { from.cast::<Self::F>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, x: Self::F) {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { to.cast::<Self::F>().write_unaligned(x) }
     }
 
@@ -87,7 +87,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn sums(x: [Self::F; 4], to: *mut f32) {
         for (i, x) in x.into_iter().enumerate() {
-            // SAFETY: the caller ensures the same.
+            // SAFETY: the caller upholds the contract.
             unsafe { to.add(i).write(Self::sum(x)) };
         }
     }
@@ -96,7 +96,7 @@ impl Simd for Portable {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
         for i in 0..8 {
             for j in 0..8 {
-                // SAFETY: the caller ensures the same.
+                // SAFETY: the caller upholds the contract.
                 unsafe { to.add(j * to_stride + i).write(from.add(i * from_stride + j).read()) };
             }
         }
@@ -104,28 +104,28 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn f16(from: *const u8) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         let bits = unsafe { from.cast::<[u16; 8]>().read_unaligned() };
         from_fn(|i| f16::from_bits(bits[i]).to_f32_const())
     }
 
     #[inline(always)]
     unsafe fn bf16(from: *const u8) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         let bits = unsafe { from.cast::<[u16; 8]>().read_unaligned() };
         from_fn(|i| bf16::from_bits(bits[i]).to_f32_const())
     }
 
     #[inline(always)]
     unsafe fn splat_f16(from: *const u8) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         let bits = unsafe { from.cast::<u16>().read_unaligned() };
         [f16::from_bits(bits).to_f32_const(); 8]
     }
 
     #[inline(always)]
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F {
-        // SAFETY: the caller ensures the same. Eight integers have `BITS` bytes.
+        // SAFETY: the caller upholds the contract. Eight integers have `BITS` bytes.
         let word = unsafe {
             match BITS {
                 2 => bytes::<2>(from),
@@ -146,7 +146,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
     }
 
@@ -157,14 +157,14 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         let word = unsafe { from.cast::<u32>().read_unaligned() };
         from_fn(|i| E2M1[(word >> (4 * i)) as usize & 15] * table.0[i])
     }
 
     #[inline(always)]
     unsafe fn e4m3(from: *const u8) -> Self::F {
-        // SAFETY: the caller ensures the same.
+        // SAFETY: the caller upholds the contract.
         let codes = unsafe { from.cast::<[u8; 8]>().read_unaligned() };
         from_fn(|i| E4M3[usize::from(codes[i])])
     }

@@ -177,7 +177,7 @@ impl CapturedStep {
     /// # Safety
     /// As for [`CapturedStep::start`].
     pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
-        // SAFETY: the caller makes the same promises.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.run_groups(std::slice::from_ref(step), &[]) }
     }
 
@@ -195,7 +195,7 @@ impl CapturedStep {
         steps: &[StepInputs],
         given: &[&[u8]],
     ) -> Result<Outputs<'_>> {
-        // SAFETY: the caller makes the same promises.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.start(steps, given) }?;
         self.wait()
     }

@@ -25,7 +25,7 @@ pub(crate) struct Context {
 
 // SAFETY: all threads may use the driver's contexts.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: the same as above.
 unsafe impl Sync for Context {}
 
 /// A context that is current in this thread. Dropping it makes the former context current again.
@@ -237,7 +237,7 @@ pub(crate) struct Stream {
 
 // SAFETY: all threads may use the driver's streams.
 unsafe impl Send for Stream {}
-// SAFETY: as above.
+// SAFETY: the same as above.
 unsafe impl Sync for Stream {}
 
 impl Stream {
@@ -276,7 +276,7 @@ pub(crate) struct Module {
 
 // SAFETY: all threads may use the driver's modules.
 unsafe impl Send for Module {}
-// SAFETY: as above.
+// SAFETY: the same as above.
 unsafe impl Sync for Module {}
 
 /// A kernel of a module. It keeps the module alive.
@@ -288,7 +288,7 @@ pub(crate) struct Kernel {
 
 // SAFETY: all threads may use the driver's functions.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: the same as above.
 unsafe impl Sync for Kernel {}
 
 impl Module {

@@ -40,7 +40,7 @@ fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usi
         assert!(rows.mask.is_some() || policy == FULL);
         let seen = if rows.mask.is_some() { seen(rows) } else { seen_without(rows) };
         for (t, seen) in seen.into_iter().enumerate() {
-            // SAFETY: the same.
+            // SAFETY: the same as above.
             let mut found: Vec<f32> =
                 seen.into_iter().map(|key| unsafe { at.add(8 * key).read() }).collect();
             found.sort_by(f32::total_cmp);
