@@ -21,31 +21,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3
-"""The largest difference of a logit in float32, as a part of the spread of logits.
+"""The largest difference of a logit in float32, as a fraction of the spread of logits.
 
-It is some 1e-5 of most families, and 6e-4 of one with 54 layers.
+The difference is about 1e-5 in most families, and 6e-4 in a family with 54 layers.
 """
 
 MAX_STEP_TOKENS = 16
-"""The most tokens of a step that the comparison runs."""
+"""Maximum tokens of a step."""
 
 _PROMPT, _CHUNK = 63, 7
-"""Tokens of the prompt, and of a step of it. Windows and chunks have 24 tokens, and recurrent layers anchors at 64."""
+"""Tokens of the prompt, and tokens of a step. Windows and chunks have 24 tokens. Recurrent layers have anchors at 64.
+"""
 
 _GREEDY = 32
-"""Greedy tokens after the prompt."""
+"""Number of greedy tokens after the prompt."""
 
 _REWOUND = 12
-"""Tokens by which the one sequence of a session is rewound, to before the anchor."""
+"""Tokens by which a single sequence is rewound, to a position before the anchor."""
 
 _BATCH = (66, 1, 57)
-"""Tokens of the prompts that run in the same steps."""
+"""Tokens of each of the prompts that run in the same steps."""
 
 _TOGETHER, _BRANCH = 4, 6
-"""Tokens of each sequence after the prompts, and of each branch after a fork and after a rewind."""
+"""Tokens that each sequence runs after the prompts, after a fork and after a rewind."""
 
 _REWOUND_BRANCH = 5
-"""Tokens by which a branch is rewound: over the beginning of a chunk at 72, or over the anchor at 64."""
+"""Tokens by which branches are rewound: past the beginning of a chunk at 72, and past the anchor at 64."""
 
 
 class TransformersLogits:
@@ -65,23 +66,23 @@ class TransformersLogits:
         return self._known[text]
 
     def effect(self, distance: int) -> float:
-        """Return the largest change of logits if the token ``distance`` or more tokens before is another.
+        """Return the largest change of logits if a token is replaced that is ``distance`` or more tokens earlier.
 
-        It is a part of the spread of logits.
+        The result is a fraction of the spread of logits.
         """
         text, at = list(_text()), _PROMPT - 12
         text[at] += 1
         return float(np.abs(self.of(tuple(text)) - self.of(_text()))[at + distance :].max() / self.spread)
 
     def check(self) -> None:
-        """Raise an ``AssertionError`` if the model has changed, or has nearly the same logits after any text.
+        """Raise an ``AssertionError`` if the model has changed, or if its logits hardly depend on earlier tokens.
 
-        Equal logits would then say nothing.
+        In the latter case, equal logits would not prove that a program is right.
         """
         again = reference.logits(self._model, _text())
         assert np.array_equal(self._known[_text()], again), "the export changed the model"
         effect = self.effect(1)
-        assert effect > 100 * TOLERANCE, f"a token before changes logits by {effect:.2g} of their spread"
+        assert effect > 100 * TOLERANCE, f"an earlier token changes logits by {effect:.2g} of their spread"
 
 
 @dataclass(frozen=True)
@@ -107,19 +108,19 @@ def runs(program: Path) -> list[Rows]:
 
 
 def difference(found: Sequence[Rows], expected: TransformersLogits) -> str:
-    """Return how the rows of a program differ from those of transformers; an empty text if they are equal."""
+    """Return a description of the differences from transformers; empty if there are none."""
     off: dict[str, float] = {}
     wrong_ids = []
     for rows in found:
         want = expected.of(rows.text)[rows.begin : rows.begin + len(rows.logits)]
-        # The maximum is NaN if a difference is.
+        # The maximum is NaN if a difference is NaN.
         off[rows.what] = float(np.maximum(off.get(rows.what, 0.0), np.abs(rows.logits - want).max() / expected.spread))
         best = int(want[-1].argmax())
         if rows.greedy not in (None, best):
             lead = want[-1, best] - want[-1, rows.greedy]
             wrong_ids.append(f"a greedy id is {rows.greedy}, not {best}, whose logit is {lead:.2g} larger")
     wrong = [f"{most:.2g} in {what}" for what, most in off.items() if not most < TOLERANCE]
-    said = [f"logits are off by a part of their spread: {', '.join(wrong)}"] if wrong else []
+    said = [f"logits differ, as a fraction of their spread: {', '.join(wrong)}"] if wrong else []
     return "; ".join(said + wrong_ids[:1])
 
 
@@ -149,14 +150,14 @@ def _forward(program: etkv.Program, tokens: Sequence[int], positions: Sequence[i
 
 
 def _run(program: etkv.Program, text: Sequence[int], begin: int, end: int, n: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Run the tokens from ``begin`` to ``end``, ``n`` a step. Yield the end of each step, and its logits."""
+    """Run the tokens from ``begin`` to ``end`` in steps of ``n``. Yield the end of each step, and its logits."""
     for at in range(begin, end, n):
         stop = min(at + n, end)
         yield stop, _forward(program, text[at:stop], range(at, stop))
 
 
 def _of_one_sequence(program: Path) -> Iterator[Rows]:
-    """A prompt in chunks and single tokens, then another text after a rewind."""
+    """Run a prompt in chunks and in single tokens, then another text after a rewind."""
     text = _text()
     other = (*text[:-_REWOUND], *_ids(_REWOUND, 41))
     kept = len(text) - _REWOUND
@@ -170,7 +171,7 @@ def _of_one_sequence(program: Path) -> Iterator[Rows]:
 
 
 def _of_the_last_row(program: Path) -> Iterator[Rows]:
-    """A prompt in chunks and greedy tokens, with the program loaded for the last row of a step."""
+    """Run a prompt in chunks and greedy tokens, with the program loaded for the last row of a step."""
     text, last = list(_text()[:_PROMPT]), []
     with _loaded(program, etkv.DecodeSession, "last") as loaded:
         last += _run(loaded, text, 0, _PROMPT, _CHUNK)
@@ -188,14 +189,14 @@ def _of_the_last_row(program: Path) -> Iterator[Rows]:
 
 @dataclass
 class _Sequence:
-    """A sequence of a session: its text, and how many of its tokens have run."""
+    """A sequence of a session: its text, and the number of tokens that have run."""
 
     what: str
     text: tuple[int, ...]
     ran: int = 0
 
     def branch(self, what: str, ran: int, factor: int) -> _Sequence:
-        """Return the sequence that shares the first ``ran`` tokens, and goes on with others."""
+        """Return a sequence that shares the first ``ran`` tokens, and continues with other tokens."""
         return _Sequence(what, (*self.text[:ran], *_ids(_BRANCH, factor)), ran)
 
 
@@ -208,7 +209,7 @@ class _Batch:
     rows: list[Rows] = field(default_factory=list)
 
     def step(self, n: int, *, until: dict[int, int]) -> None:
-        """Run the next tokens of each sequence in one step, up to ``n`` of each and up to the length in ``until``."""
+        """Run in one step up to ``n`` next tokens of each sequence, up to its length in ``until``."""
         runs = {number: range(each.ran, min(each.ran + n, until[number])) for number, each in self.sequences.items()}
         self.program.session.begin_step([number for number, at in runs.items() for _ in at])
         tokens = [self.sequences[number].text[position] for number, at in runs.items() for position in at]
@@ -225,12 +226,14 @@ class _Batch:
             self.step(n, until=until)
 
     def run_more(self, tokens: int, n: int) -> None:
-        """Run ``tokens`` more of each sequence, ``n`` a step."""
+        """Run ``tokens`` more tokens of each sequence, ``n`` of each in a step."""
         self.run(n, until={number: each.ran + tokens for number, each in self.sequences.items()})
 
 
 def _of_several_sequences(program: Path) -> list[Rows]:
-    """Three prompts and tokens in the same steps, then two forks, whose branches are rewound and go on otherwise."""
+    """Run three prompts and tokens after them in the same steps, then two forks, whose branches are rewound and
+    continue with other tokens.
+    """
     longest = max(_BATCH) + _TOGETHER + 2 * _BRANCH
     batch = {number: _Sequence("a batch", tuple(_ids(longest, 43 + 4 * number))) for number in range(len(_BATCH))}
     with _loaded(program, etkv.SeqSession, "all") as loaded:
@@ -241,7 +244,7 @@ def _of_several_sequences(program: Path) -> list[Rows]:
         forks = {source: len(_BATCH) + source for source in (0, 2)}
         for source, target in forks.items():
             session.seq_cp(source, target)
-            # A step has its tokens in an order other than that of the sequences' numbers.
+            # In a step, tokens are not in the order of the sequences' numbers.
             ran.sequences = {target: batch[source].branch("a fork", batch[source].ran, 59), **ran.sequences}
             batch[source].what = "the source of a fork"
         ran.run_more(_BRANCH, 1)

@@ -2,9 +2,9 @@
 
 ``python tests/python/family_sweep.py`` runs the families without an outcome, two at a time, and writes the outcomes to
 ``python/etkv/export/families.json``, which ``python -m etkv.export --list`` prints, and the page ``docs/models.md``.
-Meanwhile they are kept in ``build/families-*.json``; remove the files to run all again.
-``family_sweep.py FILE llama:cpu gemma2:mlx`` runs these cases and writes their outcomes to ``FILE``. Each export has
-its own process and a limit of time. The processes share the imports of this one.
+Outcomes of an unfinished sweep are in ``build/families-*.json``; remove these files to run all families again.
+``family_sweep.py FILE llama:cpu gemma2:mlx`` runs these cases and writes their outcomes to ``FILE``. Each export runs
+in its own process with a time limit. The processes are forked from this one, and share its imports.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ PAGE = reference.ROOT / "docs/models.md"
 KEPT = [reference.BUILD / f"families-{number}.json" for number in range(2)]
 
 _SECONDS = 600
-"""The limit of one export and its comparison."""
+"""Maximum seconds of one export and its comparison."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The outcome of a family on a backend.
 
-    ``kind`` is ``equal``, ``refused`` or ``no tiny form``; anything else is a fault: ``wrong``, ``traceback``,
-    ``does not run``, ``ended``. ``reason`` says more. ``parts`` are those of a program, by :mod:`etkv.export.parts`.
+    ``kind`` is ``equal``, ``refused`` or ``no tiny form``. Other kinds are faults: ``wrong``, ``traceback``, ``does not
+    run``, ``ended``. ``reason`` has details. ``parts`` are the parts of the program, see :mod:`etkv.export.parts`.
     """
 
     kind: str
@@ -101,7 +101,7 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
         _write(config, scratch / "model")
     except Exception as error:
         return Outcome("no tiny form", f"{type(error).__name__}: {_line(error)}")
-    # Run the model before the export: some models cannot run at all.
+    # Run the model before the export, because some models cannot run at all.
     try:
         expected = family_comparison.TransformersLogits(_eager(scratch / "model"))
     except Exception:
@@ -137,7 +137,7 @@ def _write(config, folder: Path) -> None:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             if name.endswith("dt_bias"):
-                # States decay slowly. Otherwise many models forget a token within ten tokens.
+                # Let states decay slowly. Otherwise many models forget a token within ten tokens.
                 parameter.sub_(4)
     model.save_pretrained(folder)
     tiny_models.tokenizer().save_pretrained(folder)
@@ -153,16 +153,16 @@ def _eager(folder: Path):
 _NOT_RUN = "not run"
 
 _HOW = (
-    "Every family of causal language models of transformers {}, in a tiny form with random weights, as `python "
-    "tests/python/family_sweep.py` exports and compares them; it writes this page, and the file that `python -m "
-    "etkv.export --list` prints. *equal*: all logits of a prompt in chunks, and of the tokens after it, are those of "
-    "transformers in float32, loaded for all rows and for the last one. Otherwise the export is refused with the "
-    "sentence that stands here, or transformers cannot make a tiny form. Rows with a comma are forms that published "
-    "models have beside the family's default."
+    "The table lists every family of causal language models of transformers {}. `python tests/python/family_sweep.py` "
+    "exports a tiny model of each family with random weights, compares the programs with transformers, and writes "
+    "this page and the file that `python -m etkv.export --list` prints. *equal* means that all logits of a prompt in "
+    "chunks, and of the tokens after it, equal those of transformers in float32, with the program loaded for all rows "
+    "and for the last row. Other cells have the error of the export, or the reason why transformers cannot create a "
+    "tiny model. A name with a comma is a variant of a family that published models use."
 )
 _BEYOND = (
-    "What a model has beyond its tiny form, the exporter takes by the same rules, or refuses ([what is refused]"
-    "(programs.md#what-is-refused)). Folders of models for text and images are exported as the [text model within]"
+    "If a published model has features that its tiny model lacks, the exporter supports them by the same rules, or "
+    "[refuses](programs.md#what-is-refused) them. From models for text and images it exports the [text model]"
     "(programs.md#models-for-text-and-images)."
 )
 
@@ -189,7 +189,7 @@ def page(contents: dict[str, Any]) -> str:
     ]
     for family, had in sorted(outcomes.items()):
         said = [_cell(had[name]) if name in had else _NOT_RUN for name in BACKENDS]
-        # If both have the same sentence, it stands once.
+        # If both cells have the same sentence, write it once.
         once = said[0] if said[0] not in (families.EQUAL, _NOT_RUN) else None
         parts = ", ".join(running.get(family, ((), ()))[0])
         lines.append(f"| {family} | {parts} | {said[0]} | {'as MLX' if said[1] == once else said[1]} |")
@@ -214,7 +214,7 @@ def write(outcomes: dict[str, dict[str, Outcome]]) -> None:
 
 
 def read(file: Path) -> dict[str, dict[str, Outcome]]:
-    """Return the outcomes that are kept in ``file``, by family and backend."""
+    """Return the outcomes in ``file``, by family and backend."""
     if not file.is_file():
         return {}
     kept = json.loads(file.read_text())
@@ -222,7 +222,7 @@ def read(file: Path) -> dict[str, dict[str, Outcome]]:
 
 
 def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, Outcome]]:
-    """Run the missing outcomes, print them, and keep them in ``file``. Return all outcomes in ``file``."""
+    """Run the cases without an outcome, print the outcomes, and add them to ``file``. Return all outcomes in ``file``."""
     outcomes = read(file)
     for family, backend in cases:
         if backend in outcomes.get(family, {}):

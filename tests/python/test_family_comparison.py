@@ -1,4 +1,4 @@
-"""The comparison of families with transformers finds what differs: rows of each kind of run, and greedy ids."""
+"""The comparison of families with transformers finds differences in rows of each kind of run, and in greedy ids."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KINDS = (
     "a fork after a rewind",
 )
 
-SAID = "logits are off by a part of their spread: "
+SAID = "logits differ, as a fraction of their spread: "
 
 
 @pytest.fixture(scope="module")
 def found(llama) -> list[Rows]:
-    """Return what the program of tiny-llama computes."""
+    """Return the rows that the program of tiny-llama computes."""
     return family_comparison.runs(llama.path)
 
 
@@ -68,7 +68,7 @@ def test_one_wrong_logit_is_found(found, expected, what, error):
 
 @pytest.mark.parametrize("what", KINDS)
 def test_a_row_after_another_token_is_found(found, expected, what):
-    """So a branch that goes on after the tokens of another is found."""
+    """The comparison finds a branch that continues after the tokens of another branch."""
     rows = last(found, what)
     text = list(rows.text)
     text[rows.begin - 1] += 1
@@ -100,13 +100,13 @@ def test_logits_that_depend_on_one_token_are_found(llama):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    with pytest.raises(AssertionError, match="a token before changes logits by 0 of their spread"):
+    with pytest.raises(AssertionError, match="an earlier token changes logits by 0 of their spread"):
         TransformersLogits(model).check()
 
 
 @pytest.mark.parametrize("family", ["bamba", "mamba2", "opt", "qwen3_5_text", "qwen3_next"])
 def test_a_token_has_an_effect_ten_tokens_later(family, tmp_path):
-    """Beyond what convolutions read. A state that decays at once would hide a wrong anchor."""
+    """The distance exceeds the width of convolutions. If states decayed at once, a wrong anchor would not be found."""
     family_sweep._write(tiny_families.config(family), tmp_path)
     assert TransformersLogits(family_sweep._eager(tmp_path)).effect(10) > 100 * TOLERANCE
 

@@ -57,7 +57,7 @@ def test_invalid_files_are_refused(llama, name, tmp_path):
     refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
     refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
     refused(command(name, llama, "--capacity", CONTEXT + 1), FAILED, f"--capacity {CONTEXT + 1} is above {CONTEXT}")
-    # Rows of 16 elements are not a whole group.
+    # A row of 16 elements is less than a group of 64.
     refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
 
 

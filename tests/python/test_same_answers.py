@@ -1,10 +1,11 @@
-"""How a text comes into a cache does not change the answer: on the CPU in float32, logits are bitwise equal.
+"""The way by which a text gets into a cache does not change the answer: on the CPU in float32, logits are bitwise
+equal.
 
-The tests generate texts, for models with full history and with windows, both backends, every kind of cache and several
-formats. A text is read in steps. A question in one step and greedy tokens follow. The ways are: an empty cache, a used
-cache, a cache attached to a prefix of the same or a longer text, a fork, a cache that was compacted or saved and
-loaded, and a combination of them. If the steps differ, rounding differs, but ids are the same. ``ETKV_ANSWER_SEEDS``
-sets how many texts each program, kind and format gets.
+The tests generate texts for models with full history and with windows, for both backends, every kind of cache and
+several formats. A text is read in steps, and then a question in one step and greedy tokens run. The ways are: an empty
+cache, a used cache, a cache attached to a prefix of the same or a longer text, a fork, a cache that was compacted or
+saved and loaded, and combinations of these. If the steps differ, rounding differs, but ids are the same.
+``ETKV_ANSWER_SEEDS`` is the number of texts for each program, kind and format.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def programs() -> dict[tuple[str, str], Program]:
 
 @dataclass
 class Text:
-    """A text in steps, and the question after it."""
+    """A text in steps, and the question that follows it."""
 
     steps: list[list[int]]
     question: list[int]
@@ -58,7 +59,7 @@ def some_text(rng: random.Random) -> Text:
 
 
 class Reader:
-    """A session with the program bound to it."""
+    """A session and a program that is bound to it."""
 
     def __init__(self, program: Program, kind: str, format: str) -> None:
         facts = etkv.read_kv_cache_metadata(program.path)
@@ -73,7 +74,7 @@ class Reader:
         self.cache.close()
 
     def step(self, ids: Sequence[int], sequence: int | None = None) -> Row:
-        """Run a step after a sequence, and return its rows of logits."""
+        """Run a step of a sequence, and return its rows of logits."""
         if sequence is None:
             start = self.cache.length
         else:
@@ -87,7 +88,7 @@ class Reader:
             self.step(ids, sequence)
 
     def answer(self, question: Sequence[int], sequence: int | None = None) -> Row:
-        """Run the question and greedy tokens after it, and return all rows."""
+        """Run the question and then greedy tokens, and return all rows."""
         rows = [self.step(question, sequence)]
         for _ in range(DECODE):
             rows.append(self.step([int(rows[-1][-1].argmax())], sequence))
@@ -98,7 +99,7 @@ Make = Callable[[], Reader]
 
 
 def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dict[str, Row]:
-    """Return the rows of the answer, by the way in which the text came into the cache."""
+    """Return the rows of the answer for each way by which the text gets into the cache."""
     made: dict[str, Row] = {}
 
     cold = make()
@@ -115,14 +116,14 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached = make()
     attached.cache.attach(prefix, text.length)
     made["attached"] = attached.answer(text.question)
-    # Rewind into the prefix and go on with another text. That changes no other cache. Windows may have dropped
-    # positions that the prefix could rewind to.
+    # Rewind into the prefix and continue with another text, which must not change other caches. Windows may have
+    # dropped positions to which the prefix could rewind.
     least = max(attached.cache.rewindable_to(), 1)
     attached.cache.rewind(rng.randint(least, max(least, text.length)))
     attached.read([some_ids(rng, rng.randint(1, 9))])
     attached.close()
 
-    # A text that was read after a prefix is frozen after it.
+    # Freeze a text of which the first part is an attached prefix.
     chained = make()
     n = rng.randint(1, len(text.steps) - 1)
     chained.read(text.steps[:n])
@@ -140,7 +141,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     made["attached to a prefix after a prefix"] = again.answer(text.question)
     again.close()
 
-    # The prefix is longer than the text.
+    # Attach to a part of a prefix that is longer than the text.
     longer = make()
     longer.read(text.steps)
     longer.read([some_ids(rng, rng.randint(1, 9))])
@@ -174,7 +175,7 @@ def alone(text: Text, make: Make, prefix: etkv.Prefix) -> Row:
 
 
 def among_others(text: Text, make: Make, prefix: etkv.Prefix, rng: random.Random) -> dict[str, Row]:
-    """Return the rows of a sequence beside others, by its way into the cache."""
+    """Return the rows of a sequence in a cache with other sequences, for each way by which it gets into the cache."""
     made: dict[str, Row] = {}
     reader = make()
     reader.cache.attach(prefix, text.length)
@@ -208,7 +209,7 @@ def test_every_way_into_a_cache_gives_the_same_answer(programs, backend, model, 
         different = {way: float(np.abs(rows - cold).max()) for way, rows in made.items() if (rows != cold).any()}
         assert not different, f"seed {seed}: {text.length} tokens before {len(text.question)}"
 
-        # In other steps rounding differs, but ids are the same.
+        # With other steps rounding differs, but ids are the same.
         others = make()
         ids = [token for step in text.steps for token in step]
         others.read([ids[at : at + 11] for at in range(0, len(ids), 11)])

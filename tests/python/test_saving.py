@@ -1,4 +1,4 @@
-"""Caches in files, from Python: a saved and loaded cache goes on the same, and a file that does not fit is refused."""
+"""Cache files in Python: a saved and loaded cache gives the same answers, and a file that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
 @pytest.mark.parametrize("kind", [etkv.SeqSession, etkv.TreeSession])
 @pytest.mark.parametrize("format", ["f32", "row-int4"])
 def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_path):
-    """It runs on MLX and on the CPU, by the program's backend."""
+    """The test runs on MLX and on the CPU, the backends of the programs."""
     tiny = reference.program(Variant("tiny-llama"))
     facts = etkv.read_kv_cache_metadata(tiny.path)
     stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
@@ -112,7 +112,7 @@ def test_tokens_are_kept(tmp_path):
             session.save(path, tokens=[2**63])
         with pytest.raises(etkv.EtkvError, match="64-bit"):
             session.save(path, tokens=["a"])
-        # A refused call leaves the file.
+        # A refused call does not change the file.
         assert session.load(path) == [-1, 2**63 - 1, -(2**63)]
 
 
@@ -143,7 +143,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def crafted(path, of, n_tokens: int):
-    """Write a copy of a file's integers whose header claims ``n_tokens`` token ids. The file is sparse."""
+    """Write a sparse copy of a file whose header claims ``n_tokens`` token ids."""
     held = of.read_bytes()
     length = int.from_bytes(held[:8], "little")
     header = json.loads(held[8 : 8 + length])
@@ -201,7 +201,7 @@ def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert etkv.PrefixStore(tmp_path / "store", 1 << 40).find(written, text, fingerprint="one") == len(text)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
-        # A smaller cache leaves a text for larger caches.
+        # A cache that is too small for a text does not remove it from the store.
         fresh = etkv.PrefixStore(tmp_path / "store", 1 << 40)
         with session(70) as small:
             assert fresh.find(small, text, fingerprint="one") == 0

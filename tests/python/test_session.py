@@ -1,4 +1,4 @@
-"""Sessions of all three kinds: the methods of the faces, errors with their status, and the state after close."""
+"""Sessions of all three kinds: methods, errors with their status, and the state after close."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
             assert {"kind": "contiguous", "name": None, "keys": [session.key], "held": needed}.items() <= max(
                 report["holders"], key=lambda holder: holder["id"]
             ).items()
-            # No other cache exists any more, and the callback raises. The exception is logged.
+            # There is no other cache any more, so the callback raises, and the exception is logged.
             with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more"):
                 DecodeSession(upfront)
             assert len(asked) == 2
@@ -189,7 +189,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
 
 
 def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
-    """The library already has the callback, and calls it."""
+    """The library already has the new callback, and may call it."""
     upfront, asked = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront"), []
 
     def interrupted(*arguments):
@@ -285,5 +285,5 @@ def test_positions_are_copied_before_their_memory_goes():
         expected = [*(range(start, start + 1) for start in range(0, 38, 2)), range(38, 40)]
         for _ in range(3000):
             assert session.seq_positions(0) == expected
-            # As large as the array.
+            # Allocate as many bytes as the array had, to overwrite freed memory.
             bytes(160)

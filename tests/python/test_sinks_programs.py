@@ -1,6 +1,7 @@
-"""Programs of models whose attention has learned sinks or a softcap: ids and logits are those of transformers.
+"""Programs of models whose attention has learned sinks or a softcap: ids and logits equal those of transformers.
 
-On every cache: one sequence, a batch, forks, rewinds, trees, files; and in storage formats those of the reference.
+The tests cover every kind of cache: one sequence, a batch, forks, rewinds, trees and files. In storage formats, logits
+equal those on the reference caches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.long
 
 @dataclass(frozen=True)
 class Model(TinyProgram):
-    """A program with sinks or a softcap, and the model that it was made of."""
+    """A program with sinks or a softcap, and its model."""
 
     made_by: ClassVar[tuple[ModuleType, ...]] = (*TinyProgram.made_by, sinks_models)
 
@@ -65,7 +66,7 @@ class Model(TinyProgram):
 
 @functools.cache
 def _model(name: str, backend: str) -> Model:
-    """Return a model whose program is current."""
+    """Return a model with a current program."""
     family, changes = sinks_models.FAMILIES[name]
     model = Model(f"sinks-{name}", family, changes, backend, chunk=CHUNK)
     model.export()
@@ -78,23 +79,23 @@ def model(request) -> Model:
 
 
 run = functools.partial(tiny_programs.run, chunk=CHUNK)
-"""Run tokens in steps of :data:`CHUNK`."""
+"""A function that runs tokens in steps of :data:`CHUNK`."""
 
 
 @pytest.mark.parametrize("name", sinks_models.FAMILIES)
 def test_sinks_and_softcaps_count(name):
-    """Without them, the logits of the tiny models differ by far more than the tolerance."""
+    """Without sinks or softcap, the logits of the tiny models differ by far more than the tolerance."""
     text = torch.tensor([ids(PROMPT)])
     with torch.no_grad():
         logits, plain = (sinks_models.model(name, plain=plain)(text).logits for plain in (False, True))
     differences = (logits - plain).abs().amax(dim=-1)[0] / logits.std()
-    # The first token sees only itself, with any softcap.
+    # The first token sees only itself, so a softcap has no effect on it.
     assert differences[-PROMPT // 2 :].min() > 20 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession, TreeSession])
 def test_ids_are_those_of_transformers(model, kind):
-    """A prompt in chunks of any size, and greedy ids after it."""
+    """A prompt runs in chunks of different sizes, and greedy ids follow."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
         rows = [run(program, text, 0, 100), run(program, text, 100, 123, chunk=5), run(program, text, 123, PROMPT)]
@@ -107,7 +108,7 @@ def test_ids_are_those_of_transformers(model, kind):
 
 
 def test_generated_ids(model):
-    """``generate_tokens`` gives transformers' greedy ids up to the first that ends an answer."""
+    """``generate_tokens`` returns transformers' greedy ids up to the first eos id."""
     prompt = ids(PROMPT)
     with model.session() as session, model.load(session) as program:
         answer = list(etkv.generate_tokens(program, prompt, max_tokens=DECODED))
@@ -136,7 +137,9 @@ def test_a_batch_of_three(model):
 
 
 def test_branches_of_a_fork(model):
-    """Two sequences share a prompt and go on with other tokens; the first is rewound and reads the second's."""
+    """Two sequences share a prompt and continue with different tokens. Then the first is rewound and reads the tokens
+    of the second.
+    """
     prompt = 150
     texts = [ids(prompt) + ids(60, factor) for factor in (37, 41)]
     with model.session(SeqSession) as session, model.load(session) as program:
@@ -166,7 +169,7 @@ def test_a_rewound_and_a_saved_text_go_on(model, tmp_path):
 
 
 def test_trees_are_lossless(model):
-    """Each node of a random tree has the logits of its path, and an accepted chain goes on."""
+    """Each node of a random tree has the logits of its path, and an accepted chain continues."""
     prompt, numbers = 120, random.Random(5)
     text = ids(prompt)
     with model.session(TreeSession) as session, model.load(session) as program:
@@ -193,7 +196,7 @@ def test_trees_are_lossless(model):
 
 
 def test_the_file(model):
-    """Builds of etkv before sinks and softcaps, and ExecuTorch's own backend, do not take the program for another."""
+    """Builds of etkv before sinks and softcaps, and ExecuTorch's own backend, refuse the program."""
     file, config = PteFile(model.request.output), model.transformers.config
     softcap = getattr(config, "attn_logit_softcapping", None)
     if model.backend == "mlx":
@@ -213,7 +216,7 @@ def test_the_file(model):
 
 @pytest.mark.parametrize("name", ["gemma2", "granite-swa"])
 def test_half_precision(name, tmp_path):
-    """Sinks in bfloat16, and scores that are bounded in float32."""
+    """Sinks are in bfloat16, and scores are bounded in float32."""
     folder = sinks_models.write(name, tmp_path / "model")
     request = ExportRequest(folder, tmp_path / "model.pte", dtype="bfloat16", prefill_chunk=CHUNK, verify=False)
     text = ids(150)
@@ -233,7 +236,7 @@ _FORMATS = [("f16", "f16"), ("affine8", "affine4"), ("nvfp4", "row-int4")]
 
 @pytest.mark.parametrize("formats", _FORMATS, ids="-".join)
 def test_formats_are_those_of_the_reference(model, formats):
-    """Steps of many tokens, of few and of one read stored rows as the reference does."""
+    """Steps of many tokens, of few tokens and of one token read stored rows as the reference does."""
     k_format, v_format = formats
     text, ends = ids(160), [100, 105, 130, *range(131, 150), 160]
     step = Forward(_with_ops(model.of))
@@ -252,7 +255,7 @@ def test_formats_are_those_of_the_reference(model, formats):
             expected.append(step(torch.tensor([text[begin:end]]), torch.arange(begin, end))[0])
             found.append(run(program, text, begin, end))
     difference = (torch.cat(found) - torch.cat(expected)).abs() / torch.cat(expected).std()
-    # A row's element that lies between two codes may get either: a difference in its last bit decides.
+    # An element midway between two codes may get either code, depending on its last bit.
     assert difference.square().mean().sqrt() < 5e-3
     assert max(rows.median() for rows in difference.split(20)) < 1e-4
 

@@ -1,4 +1,5 @@
-"""The published model of the demonstration: transformers on the weights and the tokenizer that this package reads."""
+"""The published model of the demonstration, run by transformers with the weights and the tokenizer that this package
+reads."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_tokenizer(tokenizer):
 
 
 def test_greedy_answer(origin, tokenizer):
-    """The weights are right: transformers' own attention and loop, without the cache op, give the answer."""
+    """The weights are right: transformers' own attention and generation loop, without the cache op, give the answer."""
     import torch
 
     model = source.read_model(origin, source.read_config(origin), "float32")

@@ -1,4 +1,4 @@
-"""Chat templates: the runners render the same text as transformers, and choose the same template."""
+"""Chat templates: the runners choose the same template as transformers, and render the same text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runner() -> Iterator[RunnerTokenizer]:
 
 @pytest.fixture
 def opened(runner, tmp_path):
-    """Return a function: the source of a template -> the runners' tokenizer with it."""
+    """Return a function from the source of a template to the runners' tokenizer with this template."""
     tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL_TOKENS))
 
@@ -83,8 +83,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_named_templates_are_exported_and_chosen(runner, tmp_path):
-    """Tools choose a template, in the exported folder as in the model's. A later export without the templates removes
-    them.
+    """Tools select the same template in the exported folder as in the model's folder. A later export without named
+    templates removes them.
     """
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizers_made.made()["byte-level: plain"](), **SPECIAL_TOKENS)
     hf.chat_template = NAMED
@@ -113,7 +113,7 @@ def _empty(folder: Path) -> Path:
 
 @pytest.mark.parametrize("as_list", [True, False])
 def test_named_templates_in_the_config(runner, tmp_path, as_list):
-    """Older folders have them in tokenizer_config.json. Template files replace all of them."""
+    """Older folders have named templates in tokenizer_config.json. If there are template files, these replace them all."""
     tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
     listed = [{"name": name, "template": source} for name, source in NAMED.items()]
     config = {**SPECIAL_TOKENS, "chat_template": listed if as_list else NAMED}
@@ -151,7 +151,7 @@ def test_the_ids_of_a_conversation_are_those_of_its_text(opened):
 
 @pytest.fixture
 def python(tmp_path):
-    """Return a function: the source of a template -> Python's tokenizer with it."""
+    """Return a function from the source of a template to Python's tokenizer with this template."""
     model = {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
@@ -171,7 +171,7 @@ def _text(tokenizer, messages):
 
 
 def test_the_bounds_of_python_change_no_text(python):
-    """Where transformers refuses a template with an error, so does etkv."""
+    """etkv renders the same text as transformers, and raises an error if transformers does."""
     sources = [
         *CONSTRUCTS,
         *LAYOUTS,
@@ -190,7 +190,7 @@ def test_the_bounds_of_python_change_no_text(python):
 
 
 def test_bounds(opened):
-    """A template that does not end, or writes too long a text, is refused within moments."""
+    """A template that does not end, or that writes too long a text, is refused quickly."""
     nested = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}"
     with pytest.raises(etkv.EtkvError, match="instructions"):
         opened(nested).render(messages=[])

@@ -1,4 +1,4 @@
-"""Text to ids and back: Python, the runners and transformers agree, and a stream never fails."""
+"""Text to ids and back: Python, the runners and transformers agree, and a streaming detokenizer never fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(name: str, folder: Path, **settings: object) -> PreTrainedTokenizerF
 
 
 def sequences(tokenizer: etkv.Tokenizer, size: int) -> Iterator[list[int]]:
-    """Yield sequences of ids: random ones, texts with some ids omitted, and pieces of characters."""
+    """Yield sequences of ids: random ids, texts without some ids, and parts of characters."""
     rng = random.Random(7)
     cut = tokenizer.encode(BYTES, add_special_tokens=False)
     for n in range(24):
@@ -65,8 +65,8 @@ def pieces(tokenizer: etkv.Tokenizer, ids: list[int], skip: bool) -> list[str]:
 
 @EACH
 def test_both_sides_agree_with_transformers(name, runner, tmp_path):
-    """All agree on the ids of every text, except that a text with BOS gets no second one, and on the text of all
-    ids.
+    """All agree on the text of all ids, and on the ids of every text. As the only exception, etkv does not add a second
+    BOS.
     """
     hf = written(name, tmp_path)
     tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
@@ -127,7 +127,7 @@ def test_a_second_bos_is_omitted_and_logged(tmp_path, caplog):
 def test_each_part_of_the_file_is_read(name, tmp_path):
     written(name, tmp_path)
     told, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    # transformers adds this token, which is not in the file.
+    # transformers adds the padding token, which is not in tokenizer.json.
     config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token": "<another>"}))
     in_file = FileTokenizer.from_file(str(told))
     in_file.no_truncation()
@@ -150,7 +150,7 @@ def test_values_that_are_not_ids_are_refused(token, tokenizer):
         detokenizer.add_token(token)
     with pytest.raises(etkv.EtkvError, match="expected an id from 0 to 4294967295"):
         tokenizer.decode([token])
-    # The answer goes on.
+    # The answer continues after the error.
     detokenizer.add_token(ord("a"))
     assert detokenizer.tokens == [ord("a")]
 
@@ -163,7 +163,7 @@ def test_values_that_are_not_texts_are_refused(tokenizer):
 
 def test_a_defect_of_the_library_is_an_etkv_error(tokenizer, monkeypatch):
     class PanicException(BaseException):
-        """Stands for a Rust panic in Python."""
+        """A stand-in for the exception of a Rust panic."""
 
     class Broken:
         def decode(self, *_: object, **__: object) -> str:
@@ -178,7 +178,7 @@ def test_a_defect_of_the_library_is_an_etkv_error(tokenizer, monkeypatch):
 
 
 def test_text_that_contradicts_earlier_output_is_not_lost(tmp_path):
-    """Some decoders change earlier text. Text that is out stays, and the rest follows."""
+    """Some decoders change earlier text. Text that was returned stays, and the rest follows."""
     from tokenizers import Regex, decoders
 
     made = MADE["byte-level: plain"]()
@@ -203,8 +203,8 @@ def test_eos_token_ids_of_both_sides(runner, tmp_path):
 
 
 def test_an_answer_keeps_its_ids(tmp_path):
-    """An answer keeps the model's ids even if the tokenizer encodes its text otherwise, unless the template changes the
-    text.
+    """An answer keeps the model's ids even if the tokenizer encodes its text to other ids, unless the template changes
+    the text.
     """
     hf = written("byte-fallback: Llama 2", tmp_path)
     hf.chat_template = (

@@ -1,4 +1,4 @@
-"""Models for text and images are exported as the causal language model within, which answers as the whole does."""
+"""From models for text and images, the causal language model is exported. Its logits equal those of the whole model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES = ["mistral3", "gemma3", "qwen3_5", "gemma4", *(LONG if EVERYTHING else
 
 
 def _write(family: str, folder: Path, **changes) -> torch.nn.Module:
-    """Write the tiny form of ``family`` and return the whole model."""
+    """Write a tiny model of ``family``, and return the whole model."""
     config = tiny_families.whole(family, **changes)
     torch.manual_seed(0)
     model = text_part.whole_class(config)(config).float().eval()
@@ -58,7 +58,7 @@ def test_the_part_has_the_logits_of_the_whole(family, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_tied_as_those_of_the_whole(tied, tmp_path):
-    """Whatever the configuration of the text says by itself."""
+    """The setting of the text configuration has no effect."""
     _write("mistral3", tmp_path, tie_word_embeddings=tied)
     part = _read(tmp_path)
     assert (part.lm_head.weight is part.get_input_embeddings().weight) == tied
@@ -66,7 +66,7 @@ def test_weights_are_tied_as_those_of_the_whole(tied, tmp_path):
 
 
 def test_both_names_of_weights(tmp_path):
-    """Published folders have the old ones, and transformers' modules the new ones."""
+    """Published folders have the old names, and transformers' modules the new names."""
     from safetensors.torch import load_file, save_file
 
     expected = _logits(_write("mistral3", tmp_path, tie_word_embeddings=False))
@@ -108,7 +108,7 @@ def test_a_program_of_the_text_part(family, backend, tmp_path):
 
 
 def test_a_whole_that_answers_otherwise_than_its_part(tmp_path):
-    """transformers scales the logits of Cohere 2, but not those of the model for images around it."""
+    """transformers scales the logits of Cohere 2, but not those of the image model that contains it."""
     _write("aya_vision", tmp_path)
     with pytest.raises(
         EtkvError, match=r"^model family 'aya_vision' and its text part, .* return different logits for a text"

@@ -1,4 +1,4 @@
-"""Annotations as users' type checkers see them: right uses pass `mypy --strict`, and wrong uses are errors."""
+"""Type annotations for users: right uses pass `mypy --strict`, and wrong uses are errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ cache_dir = {cache}"""
 
 
 def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
-    """Return mypy's errors in a user's program, line and code each, and its output."""
+    """Return the line and the code of each of mypy's errors in ``program``, and mypy's output."""
     file = tmp_path / "program.py"
     file.write_text(program)
     config = tmp_path / "mypy.ini"

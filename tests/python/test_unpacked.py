@@ -1,4 +1,5 @@
-"""What a quantized program packs: linear layers of GPT-2 and experts of Llama 4 too. The export names the rest."""
+"""The weights that a quantized program packs, also linear layers of GPT-2 and experts of Llama 4. The export reports
+the rest."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from family_sweep import _write
 QUANTIZED = [("mlx", "4w"), ("cpu", "8da4w")]
 
 KINDS = ("Router", "Conv1d", "CohereLayerNorm")
-"""What the classes of layers end with whose weights of two axes are never packed."""
+"""Suffixes of the names of layer classes whose two-dimensional weights are never packed."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a function that writes the tiny form of a family to a folder."""
+    """Return a function that writes a tiny model of a family to a folder."""
 
     def write(family: str, **settings: Any) -> Path:
         made = tmp_path_factory.mktemp("unpacked") / "model"
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def _packed(model: Path, scratch: Scratch, backend: str = "mlx", quantize: str = "4w"):
-    """Return the model with packed weights, and its packing."""
+    """Return the model with packed weights, and its :class:`Packing`."""
     origin = source.find(model)
     wanted = ExportRequest(model, model / "model.pte", backend=backend, quantize=quantize)
     made = packing.Packing(lowering.packer(wanted, 32, scratch), scratch)
@@ -63,7 +64,7 @@ def test_linear_layers_of_gpt2_are_packed(folder, tmp_path, backend, quantize):
         for name in names - {"lm_head"}:
             own = meant.get_submodule(name).weight
             assert weights[f"{name}.weight"].shape == own.shape
-            # A group's scale is about an eighth of its largest weight.
+            # In 4 bits, the scale of a group is about an eighth of its largest weight.
             assert (weights[f"{name}.weight"] - own).abs().max() < 0.15 * own.abs().max()
         layer, own = read.transformer.h[1].attn.c_attn, meant.transformer.h[1].attn.c_attn
         expected = x @ layer.weight + own.bias
@@ -92,7 +93,7 @@ def test_experts_of_llama4_are_packed(folder, tmp_path, backend, quantize):
 
 
 def test_chosen_experts_of_llama4_suffice():
-    """All experts, as transformers computes them, and the chosen ones have the same outputs."""
+    """Computing only the chosen experts gives the same outputs as computing all experts, as transformers does."""
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
     config = tiny_families.config("llama4_text")
@@ -123,7 +124,7 @@ def test_the_rest_is_named(folder, tmp_path):
 
 
 def test_families_leave_routers_and_convolutions_alone():
-    """No family that runs has other large weights that are not packed."""
+    """In supported families, no other large weights stay unpacked."""
     from transformers import AutoModelForCausalLM
 
     causal.register()

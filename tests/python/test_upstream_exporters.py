@@ -1,8 +1,8 @@
-"""Whole programs of the exporters in ExecuTorch's wheel, run through the delegate.
+"""Programs of the exporters in ExecuTorch's wheel run through the delegate.
 
-A cache in the graph is a buffer that the program keeps: such programs have no session, and a fresh load starts from
-zeros. Ids are compared with transformers in float32. For quantized programs, logits are compared with transformers' on
-weights that the exporter's own function quantizes and torch dequantizes.
+A cache in the graph is a buffer that the program keeps. Such programs have no session, and a new load starts from
+zeros. Ids are compared with transformers in float32. For quantized programs, logits are compared with those of
+transformers with weights that the exporter's own function quantizes and torch dequantizes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RING = 127
-"""Slots of a window's ring: the window of 64 and a step of 64, less one. The exporters' programs err beyond them.
+"""Slots of a window's ring: a window of 64 plus a step of 64, minus one. The exporters' programs are wrong beyond it.
 
-Tests use fewer tokens: see :data:`upstream_runs.PROMPT`.
+Most tests use fewer tokens, see :data:`upstream_runs.PROMPT`.
 """
 
 FLOAT = [llm("tiny-llama", *IN_GRAPH), llm("tiny-gemma3", *IN_GRAPH), llm("tiny-gemma3", *OFF_GRAPH)]
@@ -74,7 +74,7 @@ REFUSED = {
     llm("tiny-llama", *IN_GRAPH, "--tap-layers", "0,1"): "Dynamo does not know how to enter a `lock` context manager",
     llm("tiny-gemma3", IN_GRAPH[1]): "The size of tensor a (127) must match the size of tensor b (64)",
 }
-"""Exports that fail with this transformers -> their errors."""
+"""Exports that fail with the installed transformers -> their errors."""
 
 if EVERYTHING:
     FLOAT, QUANTIZED, WHISPER = FLOAT + FLOAT_LONG, QUANTIZED + QUANTIZED_LONG, WHISPER + WHISPER_LONG
@@ -85,7 +85,7 @@ only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> dict[Export, str | None]:
-    """Return the error of each export, or None."""
+    """Return the error of each export, None if it succeeded."""
     _mlx_serialization.ensure_available()
     return upstream_programs.export([*RAN, *REFUSED])
 
@@ -99,8 +99,8 @@ def each(exports: Sequence[Export]):
 
 @functools.cache
 def quantized(folder: Path, *options: str) -> PreTrainedModel:
-    """Return transformers' model with the linear layers and embeddings quantized as an exporter with ``options``
-    does.
+    """Return transformers' model with linear layers and embeddings that are quantized as by an exporter with
+    ``options``.
     """
     from executorch.backends.mlx.llm.quantization import quantize_model_
 
@@ -119,7 +119,7 @@ def quantized(folder: Path, *options: str) -> PreTrainedModel:
 def test_ids_are_those_of_transformers(made, ended):
     assert ended[made] is None
     with loaded(made) as program:
-        # Programs of the plain pipeline take one token a step if the model has windows.
+        # For models with windows, programs of the plain pipeline run one token a step.
         step = min(STEP, program.max_step_tokens)
         ids, rows = greedy(program, prompt(), DECODE, step)
     assert ids == reference.greedy(made.weights, {"": prompt()}, DECODE)[""].ids
@@ -147,7 +147,7 @@ def test_bfloat16_is_as_near_as_transformers(made, ended):
     assert ended[made] is None
     with loaded(made) as program:
         ids, rows = greedy(program, prompt(), DECODE)
-    # The exporter rounds the weights to bfloat16.
+    # The exporter has rounded the weights to bfloat16.
     rounded = reference.load_hf(made.weights, "bf16").float()
     expected = reference.logits(rounded, prompt() + ids[:-1])
     error = reference.rms(rows - expected)
@@ -168,7 +168,7 @@ def test_passes_change_no_logits(made, passes):
 @pytest.mark.parametrize("passes", ["default", "none", "gpu"])
 @each([made for made in [*FLOAT, QUANTIZED[0]] if "--use-custom-sdpa" in made.options])
 def test_the_last_row_only(made, passes, ended):
-    """With attention and its cache in the graph too, ``logits=last`` gives the last row of each step."""
+    """``logits=last`` returns the last row of each step even if the cache is in the graph."""
     assert ended[made] is None
     text = prompt()
     with loaded(made) as program:
@@ -177,7 +177,7 @@ def test_the_last_row_only(made, passes, ended):
         rows = torch.as_tensor(reference.logits(reference.load_hf(made.weights), text))
     with etkv.load(made.path, None, logits="last", passes=passes) as program:
         at = 0
-        # A prompt in two steps, tokens one at a time, and several again.
+        # A prompt in two steps, single tokens, and then several tokens in a step.
         for length in (40, 10, 1, 1, 8):
             step = text[at : at + length]
             logits = program.execute(torch.tensor([step]), torch.arange(at, at + length))[0]
@@ -187,7 +187,7 @@ def test_the_last_row_only(made, passes, ended):
 
 
 def test_each_load_has_buffers_of_its_own():
-    """Two loads at once do not see each other's rows, and a fresh load starts from zeros."""
+    """Two loaded programs do not see each other's rows, and a new load starts from zeros."""
     made, text = FLOAT[0], prompt()
     expected = reference.logits(reference.load_hf(made.weights), text)
     with loaded(made) as first, loaded(made) as second:
@@ -207,8 +207,8 @@ def test_the_runner_of_executorch_gives_the_same_text(monkeypatch):
     made, text = FLOAT[0], "The quick brown fox"
     tokenizer = AutoTokenizer.from_pretrained(made.weights)
     ids = tokenizer(text).input_ids
-    # The chat template has the padding token. In a random model its embedding is zero, and so are its keys in the first
-    # layer. The exporter's program takes them for an empty slot, and every later position is off by one.
+    # The chat template produces the padding token. In a random model its embedding is zero, and so are its keys in the
+    # first layer. The exporter's program mistakes them for an empty slot, and every later position is off by one.
     monkeypatch.setattr(run_llm_hf, "apply_chat_template", lambda *_: torch.tensor([ids]))
     answer = run_llm_hf.run_inference(str(made.path), str(made.weights), None, text, max_new_tokens=24)
     expected = reference.greedy(made.weights, {"": ids}, 24)[""].ids
@@ -218,10 +218,10 @@ def test_the_runner_of_executorch_gives_the_same_text(monkeypatch):
 
 @only_long
 def test_a_ring_goes_round_as_in_torch():
-    """Beyond the ring's slots the exporter's program errs, and the delegate computes the same as torch.
+    """Beyond the ring's slots the exporter's program is wrong, and the delegate computes the same as torch.
 
-    With this transformers, a program derives positions from the number of nonzero rows of the first layer's keys, which
-    stays at the ring's slots.
+    With the installed transformers, a program derives positions from the number of nonzero key rows in the first layer,
+    which cannot exceed the ring's slots.
     """
     from executorch.backends.mlx.examples.llm.export_llm_hf import build_hf_exported_program
 
@@ -246,7 +246,7 @@ def test_a_ring_goes_round_as_in_torch():
 
 
 def test_hidden_states_of_a_step(ended):
-    """Only the first step is compared: with this transformers, tapped programs write every step to position 0."""
+    """Only the first step is compared: with the installed transformers, tapped programs write every step to position 0."""
     assert ended[TAPPED] is None
     text = prompt(STEP)
     with loaded(TAPPED) as program:
@@ -264,7 +264,9 @@ def with_hidden_states(model: PreTrainedModel, ids: list[int], layers: Sequence[
 
 
 def test_a_draft_over_rounds(ended):
-    """Both methods of a DFlash program. The draft reads the context of each round as ExecuTorch's runner passes it."""
+    """The test runs both methods of a DFlash program. The draft reads the context of each round as ExecuTorch's runner
+    passes it.
+    """
     assert ended[DFLASH] is None
     text = prompt(STEP)
     target, draft = in_torch_dflash()
@@ -287,7 +289,7 @@ def test_a_draft_over_rounds(ended):
 
 
 def in_torch_dflash():
-    """Return the target and the draft with the weights that the exporter quantizes, in torch."""
+    """Return the target and the draft in torch, with the quantized weights of the exporter."""
     from executorch.backends.mlx.examples.llm.dflash.adapters import get_adapter
     from executorch.backends.mlx.examples.llm.dflash.model import DFlashDraftModel, load_dflash_config
     from executorch.backends.mlx.llm.hf_attention import register_mlx_attention
@@ -298,7 +300,7 @@ def in_torch_dflash():
     target = reference.load_hf(DFLASH.weights)
     draft = DFlashDraftModel(load_dflash_config(folder)).eval()
     get_adapter("qwen3").load_draft_weights(draft, folder, target.state_dict())
-    # The exporter's group sizes.
+    # These are the exporter's group sizes.
     how = {"qlinear_config": "8w", "qembedding_config": "8w", "qlinear_group_size": 32, "qembedding_group_size": 32}
     quantize_model_(draft, **how)
     quantize_model_(target, **how, tie_word_embeddings=True)
@@ -310,7 +312,7 @@ def in_torch_dflash():
 
 @each(WHISPER)
 def test_whisper(made, ended):
-    """The encoder, the keys and values of its rows, and the decoder, run as ExecuTorch's runner runs them."""
+    """The encoder, the cross-attention's keys and values, and the decoder run as in ExecuTorch's runner."""
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
     assert ended[made] is None
@@ -351,7 +353,7 @@ def test_whisper(made, ended):
 
 
 def generated(model: PreTrainedModel, features: torch.Tensor, start: int) -> list[int]:
-    """Return transformers' greedy ids, without the rules for timestamps that its Whisper adds."""
+    """Return transformers' greedy ids, without the timestamp rules of its Whisper."""
     from transformers import GenerationConfig, GenerationMixin
 
     model = copy.deepcopy(model)
@@ -365,7 +367,7 @@ def generated(model: PreTrainedModel, features: torch.Tensor, start: int) -> lis
 
 @each(list(REFUSED))
 def test_exports_that_fail(made, ended):
-    """docs/programs.md lists these with their reasons. If one exports after an update, move it to the others."""
+    """docs/programs.md lists these exports with their reasons. If one succeeds after an update, move it to the others."""
     assert ended[made] is not None, "it exports now"
     assert REFUSED[made] in ended[made]
 

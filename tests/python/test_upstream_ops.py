@@ -1,4 +1,4 @@
-"""ExecuTorch's own tests of MLX operations end as ``tests/upstream_ops/expected.json`` says."""
+"""ExecuTorch's own tests of MLX operations have the outcomes in ``tests/upstream_ops/expected.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def ended() -> list[Outcome]:
-    """Return the outcomes of the configurations. `make programs` exports those of `make test`; others take minutes."""
+    """Return the outcomes of the configurations of `make test`, which `make programs` exports. Others take minutes."""
     chosen = set(part.read())
     found = export.export(2, lambda folder: EVERYTHING or folder in chosen, reference.note)
     return outcomes.run(found, "default", 1)
@@ -49,7 +49,7 @@ def test_the_page_of_operations_is_current(ended):
 
 
 def test_a_part_has_every_operation(ended):
-    """Without one of them, the page above would differ. Operations without a test in the wheel do not count."""
+    """The part that runs in `make test` covers every operation that has a test in the wheel."""
     assert part.choose(ended) == part.read(), "make upstream-ops UPSTREAM=--write-expected"
 
 
@@ -115,7 +115,7 @@ def test_differences_in_either_direction(tmp_path, monkeypatch):
         "005-f: expected not exported, passed",
         "Sort: listed as missing, and no program is refused for it",
     ]
-    # Handwritten reasons stay.
+    # Writing the file keeps handwritten reasons.
     text = expected.FILE.read_text().replace("values", "rounds otherwise on a CPU")
     expected.FILE.write_text(text)
     expected.write(before)
@@ -198,7 +198,7 @@ def test_an_export_that_ends_its_process_is_tried_again(tmp_path, monkeypatch):
 
 
 def test_outputs_are_compared_at_the_tolerances_of_the_test(ended, tmp_path, monkeypatch):
-    """A program of an addition, with expected outputs that are equal, nearly equal, and different."""
+    """A program adds two tensors. Expected outputs are equal, nearly equal, and different."""
     (output,) = unpacked((cases.FOLDER / "000-add" / "expected_output.bin").read_bytes())
     near, far, nan = output.clone(), output.clone(), output.clone()
     near[0, 0, 0] += 5e-6

@@ -1,8 +1,8 @@
-"""A program with a TurboQuant cache, from ExecuTorch's exporter of Gemma 4 31B, the only one with this option.
+"""A program with a TurboQuant cache, from ExecuTorch's exporter of Gemma 4 31B, the only exporter with this option.
 
 Keys and values of full layers are rotated and stored as 4-bit codes. The exporter computes in bfloat16, so there are
-two references: transformers in float32 with the test's codes in its attention, and the exporter's model in torch, whose
-errors are those of bfloat16.
+two references: transformers in float32, with TurboQuant codes in its attention, and the exporter's model in torch,
+which also has the errors of bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODED, PLAIN = gemma4_31b("--turboquant"), gemma4_31b()
 RAN = [CODED, PLAIN] if EVERYTHING else [CODED]
 
 STEP = 20
-"""Tokens of a step of the prompt. The program returns the logits of a step's last token."""
+"""Tokens in a step of the prompt. The program returns only the logits of a step's last token."""
 
 ROWS = [*range(STEP - 1, PROMPT - 1, STEP), *range(PROMPT - 1, PROMPT + DECODE - 1)]
 """The tokens whose logits are compared."""
@@ -70,7 +70,7 @@ def test_logits_are_as_near_as_those_of_the_exporters_model(made, ended):
 
 
 def steps(run: Callable[[Tensor, Tensor], Tensor], ids: list[int] | None = None) -> tuple[list[int], np.ndarray]:
-    """Run the prompt and then ``ids``, or greedy ids. Return them, and the logits of each step."""
+    """Run the prompt and then ``ids``, or greedy ids. Return the ids, and the logits of each step."""
     text, chosen, rows = prompt(), [], []
     for first in range(0, PROMPT, STEP):
         rows.append(run(torch.tensor([text[first : first + STEP]]), torch.arange(first, first + STEP)).clone())
@@ -117,7 +117,7 @@ def in_transformers() -> torch.nn.Module:
 
 
 def expected_rows(ids: list[int], *, coded: bool) -> np.ndarray:
-    """Return transformers' logits at :data:`ROWS`, computed in one pass, with codes if ``coded``."""
+    """Return transformers' logits at :data:`ROWS` from one forward, with codes if ``coded``."""
     from transformers.models.gemma4 import modeling_gemma4
 
     attention = modeling_gemma4.eager_attention_forward
@@ -134,8 +134,8 @@ def expected_rows(ids: list[int], *, coded: bool) -> np.ndarray:
 
 
 def through_codes(vectors: Tensor) -> Tensor:
-    """Return vectors ``[..., width]`` encoded and decoded by TurboQuant: a norm, and the nearest of 16 values an
-    element.
+    """Encode and decode vectors ``[..., width]`` with TurboQuant: a norm, and for each element the nearest of 16
+    values.
     """
     from executorch.extension.llm.modules.turboquant.codebook import generate_rotation_matrix, solve_lloyd_max
 

@@ -1,4 +1,4 @@
-"""Voxtral, from ExecuTorch's exporter: sound to features, features to embeddings, and a text model with a cache.
+"""Voxtral, from ExecuTorch's exporter: audio to features, features to embeddings, and a text model with a cache.
 
 The exporter needs optimum-executorch: see docs/programs.md.
 """
@@ -31,7 +31,7 @@ FLOAT, AS_IT_IS = voxtral(), voxtral(older_names=False)
 RAN = [FLOAT, *(voxtral("--qlinear", name) for name in ("4w", "8w") if EVERYTHING)]
 
 SECONDS, PLACES = 40, 150
-"""The length of a recording, more than one piece of 30 seconds, and its places in a text, 75 for each piece."""
+"""Seconds of a recording, which has several pieces of 30 seconds, and its number of tokens, 75 for each piece."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def test_features_are_those_of_transformers(features):
 
 @pytest.mark.parametrize("made", RAN, ids=str)
 def test_answers_are_those_of_transformers(made, ended, features):
-    """Text, sound and text again, then greedy ids, as ExecuTorch's runner of such models runs them."""
+    """Text, audio and text again, followed by greedy ids, run as in ExecuTorch's runner of such models."""
     assert ended[made] is None
     before, after = prompt(20), prompt(45)[20:]
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def test_answers_are_those_of_transformers(made, ended, features):
     text = torch.tensor([before + PLACES * [AUDIO] + after + ids[:-1]])
     with torch.inference_mode():
         sound = model.get_audio_features(features).pooler_output
-        # The model itself puts the sound in its places.
+        # The model replaces the embeddings of audio tokens itself.
         expected = model(input_ids=text, input_features=features).logits[0].numpy()
     np.testing.assert_allclose(encoded[0], sound, rtol=1e-4, atol=2e-4)
     logits = torch.cat(rows).numpy()
@@ -102,7 +102,7 @@ def test_answers_are_those_of_transformers(made, ended, features):
 
 
 def text_only(logits: Tensor) -> Tensor:
-    """Return logits without the id that stands for sound, which no answer may have."""
+    """Return logits without the id of audio tokens, which an answer must not have."""
     return logits.index_fill(-1, torch.tensor(AUDIO), -torch.inf)
 
 
@@ -117,5 +117,5 @@ def in_transformers(made: Export):
 
 
 def test_the_exporter_needs_a_method_of_an_older_transformers(ended):
-    """docs/programs.md gives this as the reason. If it exports after an update, the stand-in can go."""
+    """docs/programs.md documents this error. If the export succeeds after an update, remove the stand-in method."""
     assert "'BaseModelOutputWithPooling' object has no attribute 'unsqueeze'" in (ended[AS_IT_IS] or "")

@@ -1,4 +1,4 @@
-"""Models with windows: programs and their caches against transformers, far beyond the window."""
+"""Models with windows: programs and their caches against transformers, with texts far longer than the window."""
 
 from __future__ import annotations
 

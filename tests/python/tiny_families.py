@@ -1,4 +1,4 @@
-"""A tiny form of every family of causal language models in transformers: its configuration with small sizes."""
+"""Tiny configurations of every family of causal language models in transformers."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ _SIZES: dict[int | float, tuple[str, ...]] = {
     257: ("eos_token_id", "pad_token_id", "sep_token_id"),
     100: ("encoder_hash_byte_group_vocab",),
     1000: ("ngram_vocab_size_base",),
-    # Random weights this large keep the logits of different tokens apart.
+    # With random weights of this size, logits of different tokens differ clearly.
     0.2: ("initializer_range", "init_std"),
 }
-"""A small size -> the entries of configurations that get it, if they have a number."""
+"""A small size -> the entries of configurations that are set to it, if they are numbers."""
 
 _TINY = {name: size for size, names in _SIZES.items() for name in names}
 
@@ -142,7 +142,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
 }
-"""Forms of families as published models have them -> the family, and what its tiny form changes."""
+"""Variants of families that published models use -> the family, and changes to its tiny configuration."""
 
 
 def names() -> list[str]:
@@ -156,9 +156,9 @@ def names() -> list[str]:
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return the configuration of a family's tiny form, or of one of :data:`FORMS`.
+    """Return the tiny configuration of a family, or of one of :data:`FORMS`.
 
-    Raises what transformers raises for it.
+    Raises what transformers raises for the configuration.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -167,7 +167,7 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def whole(family: str, **changes: Any) -> Any:
-    """Return the configuration of the tiny form of any ``family``, such as one for text and images."""
+    """Return the tiny configuration of any ``family``, such as a family for text and images."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return _shrunk(CONFIG_MAPPING[family], **changes)
@@ -183,7 +183,7 @@ def _shrunk(cls: Any, **changes: Any) -> Any:
         if name not in default.attribute_map and (is_number or (isinstance(had, list) and name.endswith("_token_id"))):
             given[name] = size
     if "kv_lora_rank" in given:
-        # Every head has its own keys, and rotates a part of them.
+        # Every head has its own keys, of which a part is rotated.
         given |= {"num_key_value_heads": _TINY["num_attention_heads"], "head_dim": _TINY["qk_rope_head_dim"]}
         given = {name: value for name, value in given.items() if name in entries}
     for name in default.sub_configs:

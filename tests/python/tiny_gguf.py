@@ -1,4 +1,4 @@
-"""Writes tiny models as GGUF files, the way llama.cpp's converter lays them out."""
+"""Writes tiny models as GGUF files, in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SIZES = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
-"""Names in a configuration -> keys of an architecture."""
+"""Names of settings in a configuration -> keys of an architecture."""
 
 
 def write(
@@ -57,10 +57,10 @@ def write(
 ) -> Path:
     """Write the model in ``folder`` to ``file`` with float32 weights and return ``file``.
 
-    ``pre_tokenizer`` is the file's name of its pre-tokenizer. ``keys`` and ``tensors`` are added to the file's, or
-    replace them. A key with a leading dot belongs to the architecture. ``None`` omits a key or a tensor.
-    ``tensors_of_a_part`` splits the model into parts of that many tensors, named as by llama.cpp. ``quantize`` is the
-    format of matrices.
+    ``pre_tokenizer`` is the name of the pre-tokenizer in the file. ``keys`` and ``tensors`` are added, and replace
+    existing ones. A key with a leading dot belongs to the architecture. ``None`` omits a key or a tensor.
+    ``tensors_of_a_part`` splits the model into parts with that many tensors, with llama.cpp's file names. ``quantize``
+    is the format of matrices.
     """
     import gguf
 
@@ -120,9 +120,9 @@ def _tokenizer(folder: Path, config: dict, pre_tokenizer: str) -> dict[str, Any]
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     texts = {index: text for text, index in tokenizer["model"]["vocab"].items()} | special
-    # A token of two spaces, so that the ids show how text is split.
+    # Add a token of two spaces, so that the ids depend on how text is split.
     texts[len(texts)] = "ĠĠ"
-    # The vocabulary of a GGUF file is as long as the embedding.
+    # The vocabulary of a GGUF file has as many tokens as the embedding.
     texts |= {index: f"<unused{index}>" for index in range(len(texts), config["vocab_size"])}
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -191,6 +191,6 @@ def _stored(architecture: str, config: dict, name: str, weight: np.ndarray) -> n
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of a projection in the order of llama.cpp's rotary embedding: the halves of a head interleaved."""
+    """Return rows of a projection in the order of llama.cpp's rotary embedding, with interleaved halves of a head."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

@@ -1,7 +1,6 @@
-"""Weights that llama.cpp's converter stores under other names or in another form than transformers, by architecture.
+"""Weights that llama.cpp's converter stores under other names or in another layout than transformers, by architecture.
 
-Each function takes a weight of a layer and returns tensors of the layer's block. The layouts are those of the
-converter, written down from its side.
+Each function converts a weight of a layer to tensors of the layer's block, as the converter does.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ Tensors = dict[str, np.ndarray]
 
 
 def stored(architecture: str, config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    """Return the tensors of transformers' ``name``; None if it has the name of the ``gguf`` package, as it is."""
+    """Return the tensors for transformers' weight ``name``; None if the ``gguf`` package maps the name and the layout
+    is unchanged.
+    """
     layer = re.search(r"layers\.(\d+)\.(.*)", name)
     if layer is None:
         return {"output_norm.weight": weight + 1} if architecture in _DELTA and name == "model.norm.weight" else None
@@ -115,7 +116,7 @@ def _convolution(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
 
 
 def _tiled(config: Any, values: np.ndarray, size: int) -> np.ndarray:
-    """Return heads of values in turn over the heads of keys: the first of each, then the second of each."""
+    """Return heads of values in another order: the first head of every head of keys, then the second of every one."""
     of_keys = config.linear_num_key_heads
     each = config.linear_num_value_heads // of_keys
     order = [key * each + number for number in range(each) for key in range(of_keys)]
@@ -163,7 +164,9 @@ def _delta(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
 
 
 def _qkvz(config: Any, weight: np.ndarray) -> Tensors:
-    """Return the rows of all heads together. A head of keys has its queries, keys, values and gates in sequence."""
+    """Return the rows of all heads concatenated by kind. In transformers, each head of keys has its queries, keys,
+    values and gates together.
+    """
     key = config.linear_key_head_dim
     values = config.linear_value_head_dim * config.linear_num_value_heads // config.linear_num_key_heads
     parts: list[list[np.ndarray]] = [[], [], [], []]

@@ -14,7 +14,7 @@ from pathlib import Path
 from etkv.export import hf_folder
 
 VOCABULARY = 320
-"""256 bytes, three special tokens, the rest unused; a multiple of 64 so that every group size divides."""
+"""256 bytes and three special tokens; the rest is unused. A multiple of 64, so that every group size divides it."""
 
 BOS, EOS, IM_START = 256, 257, 258
 
@@ -29,7 +29,7 @@ SHAPE = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
     "pad_token_id": EOS,
-    # Random weights this large keep the logits of different tokens apart, so that greedy choices do not hang on the
+    # With random weights of this size, logits of different tokens differ clearly, so greedy ids do not depend on the
     # last bit.
     "initializer_range": 0.2,
 }
@@ -118,13 +118,13 @@ CONFIGS = {
     ),
     "tiny-qwen2": lambda: _qwen2(tie_word_embeddings=True),
     "tiny-qwen3": lambda: _qwen3(tie_word_embeddings=True),
-    # Windows in every layer, and in the second alone.
+    # Windows in every layer, and in only the second layer.
     "tiny-mistral-window": lambda: _mistral(tie_word_embeddings=True, sliding_window=64),
     "tiny-qwen2-mixed": lambda: _qwen2(
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=64, max_window_layers=1
     ),
     "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False),
-    # A window in the first layer, everything in the second, each with a rotary base of its own.
+    # The first layer has a window, the second has full history. Their rotary bases differ.
     "tiny-gemma3": lambda: _gemma3(sliding_window_pattern=2),
     "tiny-phi": lambda: _phi(tie_word_embeddings=False),
     "tiny-phi3": lambda: _phi3(
@@ -132,7 +132,7 @@ CONFIGS = {
         sliding_window=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
-    # The second layer has no positions.
+    # The second layer has no rotary embedding.
     "tiny-smollm3": lambda: _smollm3(no_rope_layer_interval=2),
     "tiny-mixtral": lambda: _mixtral(),
     # The second layer has no experts.
@@ -141,7 +141,7 @@ CONFIGS = {
 """Model name -> function that returns its transformers configuration."""
 
 MIXTURES = ("tiny-mixtral", "tiny-qwen3-moe")
-"""Mixtures of experts, which the CPU backend does not run."""
+"""The mixtures of experts among them."""
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:
@@ -153,7 +153,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms and biases start as ones and zeros, which would hide a norm or a bias applied wrongly.
+            # Norms and biases start as ones and zeros, with which a wrongly applied norm or bias would have no effect.
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,13 +164,13 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def tokenizer():
-    """A tokenizer whose ids are the bytes of the text, with ChatML's two special tokens."""
+    """Return a tokenizer whose ids are the bytes of the text, with ChatML's two special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = pre_tokenizers.ByteLevel.alphabet()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # The byte-level alphabet in the order of the bytes it stands for.
+    # The byte-level alphabet, ordered by the bytes that its letters stand for.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     order = {byte: chr(byte) for byte in printable}
     for offset, byte in enumerate(sorted(set(range(256)) - set(printable))):

@@ -24,11 +24,11 @@ CHUNK = 100
 """Maximum tokens of a step."""
 
 TOLERANCE = 1e-3
-"""The largest error of a logit in float32, as a part of the spread of the logits."""
+"""The largest error of a logit in float32, as a fraction of the spread of the logits."""
 
 
 def model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Return the tiny form of ``family`` with random weights in float32, and transformers' own attention."""
+    """Return a tiny model of ``family`` with random weights in float32, with transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class TinyProgram:
-    """The program of a tiny form of ``family`` with ``changes``. ``name`` is that of its folder."""
+    """The program of a tiny model of ``family`` with ``changes`` to its settings. ``name`` is the name of its folder."""
 
     name: str
     family: str
@@ -54,7 +54,7 @@ class TinyProgram:
     """Maximum tokens of a step."""
 
     made_by: ClassVar[tuple[ModuleType, ...]] = (tiny_families, tiny_models)
-    """The modules that make the model."""
+    """The modules with the code that creates the model."""
 
     @property
     def folder(self) -> Path:
@@ -111,13 +111,13 @@ class TinyProgram:
         return etkv.load(self.request.output, session, beyond_context=True)
 
     def alone(self, text: Sequence[int], prompt: int) -> torch.Tensor:
-        """Return the logits of ``text`` in a session of its own: a prompt in chunks, and a token a step after it."""
+        """Return the logits of ``text`` in a separate session: the prompt runs in chunks, the rest in single tokens."""
         with self.session() as session, self.load(session) as program:
             return torch.cat([run(program, text, 0, prompt), run(program, text, prompt, len(text), chunk=1)])
 
 
 def ids(n: int, factor: int = 37) -> list[int]:
-    """Return ``n`` ids."""
+    """Return ``n`` ids, which depend on ``factor``."""
     return [(number * factor + 11) % 250 for number in range(n)]
 
 
@@ -126,7 +126,7 @@ def run(
 ) -> torch.Tensor:
     """Run the tokens of ``text`` from ``begin`` to ``end`` in steps of ``chunk``, and return their logits.
 
-    ``sequence`` is that of a session of several.
+    ``sequence`` is the number of the sequence, if the session has several.
     """
     rows = []
     for start in range(begin, end, chunk):
@@ -138,9 +138,9 @@ def run(
 
 
 def decode(program: etkv.Program, text: list[int], prompt: int, tokens: int) -> torch.Tensor:
-    """Run a text's first ``prompt`` tokens in chunks, then a token a step. Return the logits of all.
+    """Run a text's first ``prompt`` tokens in chunks, then one token a step. Return the logits of all tokens.
 
-    Greedy ids are appended to ``text``, which had the prompt alone, until ``tokens`` of them have run.
+    ``text`` is only the prompt at first. Greedy ids are appended to it until ``tokens`` of them have run.
     """
     rows = [run(program, text, 0, prompt)]
     for _ in range(tokens):
@@ -150,11 +150,11 @@ def decode(program: etkv.Program, text: list[int], prompt: int, tokens: int) -> 
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest error of a logit, as a part of the spread of the logits."""
+    """Return the largest error of a logit, as a fraction of the spread of the logits."""
     return float((found - expected).abs().max() / expected.std())
 
 
 def is_greedy(rows: torch.Tensor, chosen: Sequence[int]) -> bool:
-    """Return whether each id is the greedy one, given those before it. Where two logits are nearly equal, either is."""
+    """Return whether each id is the greedy id after those before it. If two logits are nearly equal, both are accepted."""
     logits = rows.gather(1, torch.tensor(list(chosen), dtype=torch.int64)[:, None])[:, 0]
     return bool((rows.max(dim=1).values - logits < 1e-3).all())

@@ -49,7 +49,7 @@ _SPLITS = {
 
 
 def made() -> dict[str, Callable[[], Tokenizer]]:
-    """Return functions that make tokenizers, by a name that lists the parts."""
+    """Return functions that create tokenizers, by names that list their parts."""
     plain = ByteLevel(add_prefix_space=False)
     byte_level: dict[str, Callable[[], Tokenizer]] = {
         "plain": lambda: _byte_level(plain),
@@ -108,7 +108,7 @@ _SPM: dict[str, dict[str, Any]] = {
 
 
 def _finished(tokenizer: Tokenizer, *, bos: bool = True, eos: bool = False, **flags: bool) -> Tokenizer:
-    """Add an ordinary token with ``flags`` of :class:`AddedToken`, and the tokens around a text."""
+    """Add an ordinary token with ``flags`` of :class:`AddedToken`, and BOS and EOS around a text."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken("[mid]", special=False, **flags)])
     if bos:

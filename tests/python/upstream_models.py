@@ -1,6 +1,6 @@
-"""Tiny random-weight models of the families that ExecuTorch's own MLX exporters take and etkv's exporter does not.
+"""Tiny random-weight models of the families that ExecuTorch's own MLX exporters support but etkv's exporter does not.
 
-They are complete Hugging Face folders, as those of :mod:`tiny_models`, with the processors that the exporters load.
+They are complete Hugging Face folders, like those of :mod:`tiny_models`, with the processors that the exporters load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MEL_BINS, FRAMES = 16, 100
-"""The shape of Whisper's input: one second of sound."""
+"""The shape of Whisper's input: one second of audio."""
 
 WHISPER_SPECIAL = (
     *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"),
@@ -27,13 +27,13 @@ WHISPER_SPECIAL = (
 WHISPER_IDS = {text: 256 + index for index, text in enumerate(WHISPER_SPECIAL)}
 
 AUDIO = 260
-"""The id that stands for a place of sound in Voxtral's texts."""
+"""The id of an audio token in Voxtral's texts."""
 
 TAPPED = (0, 2)
-"""Layers of the target whose hidden states the DFlash draft takes."""
+"""Layers of the target whose hidden states the DFlash draft reads."""
 
 MASK = 259
-"""The id that stands for a token that the DFlash draft proposes."""
+"""The id of the mask token, for which the DFlash draft proposes a token."""
 
 
 def _gemma4(**overrides):
@@ -86,11 +86,12 @@ def _qwen3_target():
 
 
 def _gemma4_31b():
-    """Return the parts of Gemma 4 31B: full layers have wider heads, fewer of them, and keys for values.
+    """Return a configuration with the parts of Gemma 4 31B: full layers have fewer and wider heads, and use keys as
+    values.
 
-    A window of 32 goes round within a test. Full layers turn all dimensions: of a part the exporter turns wrong ones.
-    The output layer has weights of its own, as in the exporter's checkpoints. With those of the embedding a random
-    model repeats one token.
+    With a window of 32, the ring wraps around within a test. Full layers rotate all dimensions, because with a partial
+    rotation the exporter rotates the wrong ones. The output layer has separate weights, as in the exporter's
+    checkpoints: a random model with tied weights would repeat one token.
     """
     from transformers import Gemma4TextConfig
 
@@ -109,12 +110,12 @@ def _gemma4_31b():
 TEXT = {
     # The last two layers share the keys and values of the first two.
     "tiny-gemma4": lambda: _gemma4(num_kv_shared_layers=2),
-    # As published models have it: heads of full layers are wider.
+    # In published models, heads of full layers are wider.
     "tiny-gemma4-wide": lambda: _gemma4(num_kv_shared_layers=2, global_head_dim=64),
     "tiny-gemma4-31b": _gemma4_31b,
     "tiny-dflash-target": _qwen3_target,
 }
-"""Model name -> function that returns its transformers configuration, for models that take text alone."""
+"""Model name -> function that returns its transformers configuration, for text models."""
 
 NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-voxtral", "tiny-dflash-draft")
 
@@ -158,7 +159,7 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _move_vectors(model) -> None:
-    """Move norms and biases, which start as ones and zeros, so that one that is applied wrongly shows."""
+    """Change norms and biases, which start as ones and zeros, so that a wrongly applied norm or bias has an effect."""
     import torch
 
     with torch.no_grad():
@@ -168,7 +169,7 @@ def _move_vectors(model) -> None:
 
 
 def _scale_scores(model: PreTrainedModel) -> None:
-    """Divide scores by the root of the heads' width, in the norms: Gemma 4 has no other scale."""
+    """Scale the norms so that scores are divided by the root of the head size: Gemma 4 has no other scale."""
     import torch
 
     with torch.no_grad():
@@ -180,8 +181,8 @@ def _scale_scores(model: PreTrainedModel) -> None:
 def _write_quantized(folder: Path) -> None:
     """Write the checkpoint of Gemma 4 31B that ExecuTorch's exporter reads, to ``quantized`` in its folder.
 
-    ExecuTorch's own command for it fixes the group of the embedding to the width of the published model. These are its
-    functions with a row of this model.
+    ExecuTorch's own command fixes the group size of the embedding to the width of the published model. This function
+    calls the same functions with the width of this model.
     """
     from executorch.examples.models.gemma4_31b.model import _hf_to_model_key
     from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_stream
@@ -203,7 +204,7 @@ def _write_quantized(folder: Path) -> None:
     tensors, metadata = flatten_tensor_state_dict(made)
     (folder / "quantized").mkdir()
     save_file(tensors, folder / "quantized" / "model.safetensors", metadata=metadata)
-    # The exporter reads these where older versions of transformers wrote them.
+    # The exporter reads these entries from where older versions of transformers wrote them.
     flat = {"global_head_dim": 128, "num_global_key_value_heads": 1}
     (folder / "quantized" / "config.json").write_text(json.dumps({**config, **flat}))
 
@@ -221,14 +222,14 @@ def _write_whisper(folder: Path) -> Path:
     letters = json.loads(tiny_models.tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
     tokenizer = WhisperTokenizer(vocab=letters, merges=[])
     tokenizer.add_tokens([AddedToken(text, special=True) for text in WHISPER_SPECIAL], special_tokens=True)
-    # One second; the model takes two frames of 10 ms a position.
+    # One second of audio. The model reads two frames of 10 ms for each position.
     extractor = WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1)
     WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
     return folder
 
 
 def _write_voxtral(folder: Path) -> Path:
-    """Write a Voxtral that takes 30 seconds at a time, as the exporter's preprocessor gives them: 75 places each."""
+    """Write a Voxtral for pieces of 30 seconds, as the exporter's preprocessor returns them, with 75 tokens each."""
     from transformers import VoxtralConfig, VoxtralForConditionalGeneration
 
     encoder = {
@@ -242,7 +243,7 @@ def _write_voxtral(folder: Path) -> Path:
 
 
 def _write_dflash_draft(folder: Path) -> Path:
-    """Write a draft for ``tiny-dflash-target`` as DFlash publishes them: without embedding and output layer."""
+    """Write a draft for ``tiny-dflash-target`` in the published form: without embedding and output layer."""
     from executorch.backends.mlx.examples.llm.dflash.model import DFlashDraftModel, load_dflash_config
     from safetensors.torch import save_file
 

@@ -1,6 +1,6 @@
-"""Exports programs with ExecuTorch's own exporters for MLX, which run as they are in its wheel.
+"""Exports programs with the unchanged MLX exporters of ExecuTorch's wheel.
 
-Programs are kept in ``build/models/upstream/`` until the exporter's options, this module or a package changes.
+Programs stay in ``build/models/upstream/`` until the exporter's options, this module or a package changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CONTEXT, CHUNK = 256, 64
 """Maximum tokens of a context and of a step."""
 
 OPTIMUM = os.environ.get("ETKV_TEST_OPTIMUM")
-"""A folder with optimum-executorch, which pins a transformers of its own and so cannot be among the other packages."""
+"""A folder with optimum-executorch, which pins another transformers and so cannot be installed with the other packages.
+"""
 
 PACKAGES = ("executorch", "torch", "torchao", "transformers")
 EXAMPLES = "executorch.backends.mlx.examples."
@@ -41,9 +42,10 @@ IN_GRAPH, OFF_GRAPH = ("--use-custom-sdpa", "--use-custom-kv-cache"), ("--use-of
 class Export:
     """One run of an exporter.
 
-    In ``options`` the text ``{out}`` stands for the folder of the result, and ``{tiny-...}`` for that of a model.
-    ``hooks`` installs transformers' hooks for hidden states before the exporter traces the model: installing them takes
-    a lock, which torch.export cannot trace. ``older_names`` gives Voxtral's model a method of transformers 5.0.
+    In ``options`` the text ``{out}`` stands for the folder of the result, and ``{tiny-...}`` for the folder of a model.
+    ``hooks`` installs transformers' hooks for hidden states before the exporter traces the model, because installing
+    them takes a lock, which torch.export cannot trace. ``older_names`` gives Voxtral's model a method of transformers
+    5.0.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Export:
 
 
 def llm(model: str, *options: str, dtype: str = "fp32", hooks: bool = False) -> Export:
-    """Return what exports a model with ``export_llm_hf``."""
+    """Return the export of a model with ``export_llm_hf``."""
     words = [model, *(option.removeprefix("--") for option in options), *([dtype] if dtype != "fp32" else [])]
     words += ["hooks"] if hooks else []
     given = ("--model-id", f"{{{model}}}", "--output", "{out}/model.pte", "--dtype", dtype)
@@ -85,14 +87,14 @@ def llm(model: str, *options: str, dtype: str = "fp32", hooks: bool = False) -> 
 
 
 def whisper(*options: str) -> Export:
-    """Return what exports Whisper's three programs."""
+    """Return the export of Whisper's three programs."""
     words = ["tiny-whisper", *(option.removeprefix("--") for option in options)]
     given = ("--model-id", "{tiny-whisper}", "--output-dir", "{out}", "--dtype", "fp32", "--max-decoder-seq-len", "128")
     return Export("-".join(words), "tiny-whisper", "whisper.export_whisper", (*given, *options))
 
 
 def voxtral(*options: str, older_names: bool = True) -> Export:
-    """Return what exports Voxtral: the preprocessor, and a program with a method for each part."""
+    """Return the export of Voxtral: the preprocessor, and a program with a method for each part."""
     words = ["tiny-voxtral", *(option.removeprefix("--") for option in options)]
     words += [] if older_names else ["as-it-is"]
     given = ("--model-id", "{tiny-voxtral}", "--output-dir", "{out}", "--dtype", "fp32", "--max-audio-len", "60")
@@ -100,7 +102,7 @@ def voxtral(*options: str, older_names: bool = True) -> Export:
 
 
 def gemma4_31b(*options: str) -> Export:
-    """Return what exports the parts of Gemma 4 31B with its own exporter, which reads quantized weights."""
+    """Return the export of Gemma 4 31B with its own exporter, which reads quantized weights."""
     words = ["tiny-gemma4-31b", *(option.removeprefix("--") for option in options)]
     given = ("--prequantized", "{tiny-gemma4-31b}/quantized", "--output-dir", "{out}", "--backend", "mlx")
     exporter = "executorch.examples.models.gemma4_31b.export"
@@ -108,7 +110,7 @@ def gemma4_31b(*options: str) -> Export:
 
 
 def dflash() -> Export:
-    """Return what exports a target and its DFlash draft, with 8-bit weights; the exporter quantizes always."""
+    """Return the export of a target and its DFlash draft. The exporter always quantizes weights to 8 bits."""
     given = ("--target-model", "{tiny-dflash-target}", "--draft-model", HUB_DRAFT, "--output", "{out}/model.pte")
     sizes = ("--max-ctx-len", str(CONTEXT), "--prefill-chunk-size", str(CHUNK), "--dtype", "fp32")
     quantize = ("--qlinear", "8w", "--qembedding", "8w")
@@ -116,11 +118,11 @@ def dflash() -> Export:
 
 
 HUB_DRAFT = "etkv/tiny-dflash-draft"
-"""The DFlash exporter takes its draft from a hub only. A cache of the hub has it under this name."""
+"""The name of the draft in a cache of the hub, from where the DFlash exporter reads it."""
 
 
 def export(exports: Iterable[Export]) -> dict[Export, str | None]:
-    """Export the programs that are missing or stale, two at a time. Return the error of each, None if it succeeded."""
+    """Export missing or stale programs, two at a time. Return the error of each export, None if it succeeded."""
     wanted = list(exports)
     with reference.alone():
         for each in wanted:
@@ -147,7 +149,7 @@ def model(name: str) -> Path:
 
 
 def _known(each: Export) -> str | None:
-    """Return what an export ended with, or None if it is missing or stale."""
+    """Return the recorded outcome of an export, or None if it is missing or stale."""
     file = each.folder / "ended.json"
     if not file.is_file():
         return None
@@ -179,7 +181,7 @@ def _ready() -> None:
 
 
 def find_torchtune() -> None:
-    """Make torchtune importable: the package with ExecuTorch's TurboQuant imports it for modules that go unused."""
+    """Make torchtune importable: the package with ExecuTorch's TurboQuant imports it in modules that are not used."""
     if str(reference.ROOT) not in sys.path:
         sys.path.append(str(reference.ROOT))
     from tests.upstream_ops import wheel
@@ -188,7 +190,7 @@ def find_torchtune() -> None:
 
 
 def _export(each: Export) -> None:
-    """Run the exporter, and write how it ended beside the program."""
+    """Run the exporter, and record its outcome next to the program."""
     from etkv.export.progress import third_party_noise
 
     reference.speed_up_exports()
@@ -214,7 +216,7 @@ def _run(each: Export) -> None:
     if OPTIMUM and OPTIMUM not in sys.path:
         sys.path.append(OPTIMUM)
     torch._dynamo.reset()
-    # The exporter looks its draft up in the cache of the hub.
+    # The exporter looks up the draft in the cache of the hub.
     huggingface_hub.constants.HF_HUB_CACHE = str(_hub())
     find_torchtune()
     if "--turboquant" in each.options:
@@ -237,7 +239,7 @@ def _run(each: Export) -> None:
 
 
 def _hub() -> Path:
-    """Return the cache of a hub that has the DFlash draft."""
+    """Return a cache of the hub with the DFlash draft."""
     hub = FOLDER / "hub"
     repository, revision = hub / f"models--{HUB_DRAFT.replace('/', '--')}", "0" * 40
     snapshot = repository / "snapshots" / revision
@@ -249,7 +251,7 @@ def _hub() -> Path:
 
 @contextlib.contextmanager
 def _hooks_installed_early() -> Iterator[None]:
-    """Install transformers' hooks for hidden states in each model that is loaded in the block."""
+    """Install transformers' hooks for hidden states in each model that is loaded within the block."""
     import transformers
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -276,9 +278,10 @@ def _hooks_installed_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sound_at_hand(*, older_names: bool) -> Iterator[None]:
-    """Give optimum-executorch the features of a recording, which it takes from a hub with Voxtral's processor.
+    """Provide optimum-executorch with the features of a recording, which it would compute with Voxtral's processor from
+    a hub.
 
-    The processor needs mistral-common for its tokenizer. Of both only the features' shape affects the program.
+    The processor needs mistral-common for its tokenizer. Only the shape of the features affects the program.
     """
     from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Runs programs of ExecuTorch's own exporters as its runners do."""
+"""Runs programs of ExecuTorch's own exporters in the same way as ExecuTorch's runners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reference import STORY
 from upstream_programs import OFF_GRAPH, Export
 
 PROMPT, DECODE, STEP = 60, 64, 40
-"""Tokens of the prompt, greedy steps after it, and the most tokens of a step."""
+"""Tokens of the prompt, greedy steps after it, and the maximum tokens of a step."""
 
 
 def prompt(count: int = PROMPT) -> list[int]:
@@ -23,7 +23,7 @@ def prompt(count: int = PROMPT) -> list[int]:
 
 @contextlib.contextmanager
 def loaded(made: Export, method: str = "forward") -> Iterator[etkv.Program]:
-    """Load a program, with a session if its cache is off the graph."""
+    """Load a program, with a session if its cache is outside of the graph."""
     with contextlib.ExitStack() as stack:
         session = None
         if OFF_GRAPH[0] in made.options:
@@ -44,7 +44,7 @@ def read(program: etkv.Program, ids: Sequence[int], start: int = 0, step: int = 
 
 
 def greedy(program: etkv.Program, ids: list[int], count: int, step: int = STEP) -> tuple[list[int], np.ndarray]:
-    """Return ``count`` greedy ids after ``ids``, and the rows of logits of all tokens but the last."""
+    """Return ``count`` greedy ids after ``ids``, and the rows of logits of all tokens except the last."""
     rows, chosen = read(program, ids, step=step)[:1], []
     while True:
         chosen.append(int(rows[-1][-1].argmax()))
