@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_fits_is_taken() {
+    fn only_supported_calls_are_accepted() {
         let half = array(1, &[1, 2, 3, 4], Dtype::Float16);
         let full = array(1, &[1, 2, 3, 4], Dtype::Float32);
         assert!(takes(&[&half, &half]));

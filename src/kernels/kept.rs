@@ -168,7 +168,7 @@ __global__ void custom_kernel_etkv_twice(
     }
 
     #[test]
-    fn what_mlx_declares_is_known() {
+    fn declarations_of_mlx_are_known() {
         // The compiler needs a device only to determine the kind of GPU.
         let text = whole(NAME, TEXT, own).unwrap();
         match Compiler::for_capability(90, None) {

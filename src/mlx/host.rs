@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn arrays_that_do_not_fit_are_refused() {
         run(|| {
             assert!(array_of(&[1i32, 2], &[3]).is_err());
             assert!(array_of(&[1i32, 2], &[-2]).is_err());

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn small_masks_and_those_of_many_runs_are_made_of_bytes() {
+    fn small_masks_and_masks_of_many_runs_are_copied_as_bytes() {
         let in_turns = |rotates: i32, n: i32| {
             let mut book = CellsBookkeeping::new(1 << 20, []);
             for first in (0..rotates).map(|rotation| rotation * n) {

@@ -21,7 +21,7 @@ fn when_read(prefixes: &PrefixCache) -> PrefixCacheReport {
 }
 
 #[test]
-fn what_does_not_fit_is_counted_and_takes_nothing() {
+fn texts_that_do_not_fit_are_counted_and_use_no_memory() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let text: Vec<i64> = (0..90).collect();
     let folder = tempfile::TempDir::new().unwrap();

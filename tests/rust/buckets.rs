@@ -240,7 +240,7 @@ fn the_oldest_make_room() {
 }
 
 #[test]
-fn what_is_damaged_or_foreign_is_passed_by() {
+fn damaged_and_foreign_files_are_skipped() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let text: Vec<i64> = (0..90).collect();
     let mut other = text[..50].to_vec();
@@ -274,7 +274,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
 }
 
 #[test]
-fn what_is_read_ahead_is_in_memory() {
+fn texts_that_were_read_ahead_are_in_memory() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let text: Vec<i64> = (0..90).collect();
     for bucket in buckets() {

@@ -79,7 +79,7 @@ fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     }
 }
 
-fn longest_is_found<B: Backend>() {
+fn the_longest_is_found<B: Backend>() {
     for_seeds(72, |seed| {
         let shape = TextShape::of(seed);
         let rng = &mut Rng::new(seed);
@@ -211,7 +211,7 @@ fn the_oldest_goes_first<B: Backend>() {
 }
 
 /// Prefixes of one text share memory, and the longest replaces the others.
-fn a_text_takes_the_place_of_its_beginnings<B: Backend>() {
+fn a_text_replaces_its_prefixes<B: Backend>() {
     let text: Vec<i64> = (0..160).collect();
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let prefixes = unlimited();
@@ -246,7 +246,7 @@ fn a_text_takes_the_place_of_its_beginnings<B: Backend>() {
     }
 }
 
-fn what_cannot_be_is_refused<B: Backend>() {
+fn invalid_arguments_are_refused<B: Backend>() {
     let prefixes = unlimited();
     let text: Vec<i64> = (0..60).collect();
     let shape = TextShape { kind: 1, windowed: false, format: 0 };
@@ -327,7 +327,7 @@ macro_rules! tests {
 
             #[test]
             fn the_longest_beginning_is_found() {
-                longest_is_found::<$backend>();
+                the_longest_is_found::<$backend>();
             }
 
             #[test]
@@ -336,18 +336,18 @@ macro_rules! tests {
             }
 
             #[test]
-            fn what_was_used_least_recently_goes_first() {
+            fn the_least_recently_used_prefix_is_removed_first() {
                 the_oldest_goes_first::<$backend>();
             }
 
             #[test]
-            fn a_text_takes_the_place_of_its_beginnings() {
-                super::a_text_takes_the_place_of_its_beginnings::<$backend>();
+            fn a_text_replaces_its_prefixes() {
+                super::a_text_replaces_its_prefixes::<$backend>();
             }
 
             #[test]
-            fn what_cannot_be_is_refused() {
-                super::what_cannot_be_is_refused::<$backend>();
+            fn invalid_arguments_are_refused() {
+                super::invalid_arguments_are_refused::<$backend>();
             }
 
             #[test]
@@ -368,7 +368,7 @@ tests!(on_cpu, OnCpu);
 
 /// A text that one process kept is found in the store by another process, which then shares it in memory.
 #[test]
-fn what_memory_lacks_comes_from_the_store() {
+fn texts_missing_in_memory_come_from_the_store() {
     for_seeds(18, |seed| {
         let shape = TextShape::of(seed);
         let folder = TempDir::new().unwrap();
@@ -403,7 +403,7 @@ fn what_memory_lacks_comes_from_the_store() {
 
 /// Caches on one prefix use the memory of one cache, plus that of their continuations.
 #[test]
-fn beginnings_are_held_once() {
+fn shared_prefixes_are_in_memory_once() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let text: Vec<i64> = (0..160).collect();
     let prefixes = unlimited();
@@ -468,7 +468,7 @@ fn read_ahead(prefixes: &PrefixCache) -> [u64; 3] {
 }
 
 #[test]
-fn what_was_read_ahead_is_in_memory() {
+fn texts_that_were_read_ahead_are_in_memory() {
     let text: Vec<i64> = (0..90).collect();
     let (folder, prefixes) = with_store(None, &[&text]);
     let asked = &text[..80];
@@ -494,7 +494,7 @@ fn what_was_read_ahead_is_in_memory() {
 }
 
 #[test]
-fn what_memory_has_lost_is_asked_for_again() {
+fn texts_removed_from_memory_are_read_again() {
     let text: Vec<i64> = (0..90).collect();
     let (_folder, prefixes) = with_store(None, &[&text]);
     assert!(prefetch(&prefixes, AHEAD, &text));
@@ -508,7 +508,7 @@ fn what_memory_has_lost_is_asked_for_again() {
 }
 
 #[test]
-fn what_cannot_be_read_ahead_is_counted() {
+fn failed_prefetches_are_counted() {
     let text: Vec<i64> = (0..90).collect();
     // Without a store, and for a text that is not in the store.
     assert!(!prefetch(&unlimited(), AHEAD, &text));

@@ -194,7 +194,7 @@ fn the_longest_beginning_is_loaded() {
 }
 
 #[test]
-fn a_text_takes_the_place_of_its_beginnings() {
+fn a_text_replaces_its_prefixes() {
     let folder = TempDir::new().unwrap();
     let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
     let shape = Shape { kind: 0, windowed: false };
@@ -219,7 +219,7 @@ fn a_text_takes_the_place_of_its_beginnings() {
 }
 
 #[test]
-fn what_was_used_least_recently_makes_room() {
+fn the_least_recently_used_file_is_removed_first() {
     let folder = TempDir::new().unwrap();
     let shape = Shape { kind: 0, windowed: false };
     let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
@@ -249,7 +249,7 @@ fn what_was_used_least_recently_makes_room() {
 }
 
 #[test]
-fn what_is_damaged_or_foreign_is_passed_by() {
+fn damaged_and_foreign_files_are_skipped() {
     let folder = TempDir::new().unwrap();
     let shape = Shape { kind: 0, windowed: false };
     let text: Vec<i64> = (0..90).collect();
@@ -337,7 +337,7 @@ fn only_texts_are_stored() {
 
 /// A file can be used only by caches that are as large as its text and would have the same formats.
 #[test]
-fn what_a_cache_could_not_have_read_is_not_loaded() {
+fn files_of_other_capacities_or_formats_are_not_loaded() {
     let folder = TempDir::new().unwrap();
     let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
     let make = |capacity, quantized_kv_start| -> AnyCache {
@@ -415,7 +415,7 @@ fn a_bucket_is_refused_without_the_feature() {
 }
 
 #[test]
-fn what_was_never_completed_is_removed() {
+fn incomplete_files_are_removed() {
     let folder = TempDir::new().unwrap();
     let [old, new] = ["old", "new"].map(|name| folder.path().join(format!(".etkv-{name}.part")));
     for path in [&old, &new] {

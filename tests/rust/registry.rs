@@ -55,7 +55,7 @@ fn builders_use_the_registry_from_within() {
 }
 
 #[test]
-fn what_is_unknown_is_told_with_what_there_is() {
+fn errors_for_unknown_names_list_the_available_ones() {
     let builders = BuilderRegistry::global();
     builders.register("one", "ring", cache);
     builders.register("one", "stack", cache);

@@ -46,7 +46,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for EventRecorder {
 }
 
 /// Returns the events of `work`.
-fn told(work: impl FnOnce()) -> Vec<String> {
+fn recorded(work: impl FnOnce()) -> Vec<String> {
     let caught = EventRecorder::default();
     let subscriber = tracing_subscriber::registry().with(caught.clone());
     tracing::subscriber::with_default(subscriber, work);
@@ -86,13 +86,13 @@ fn contiguous(config: CacheConfig) -> ContiguousCache<VecStore> {
 #[test]
 fn a_step_tells_its_tokens_mask_and_read() {
     let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 100));
-    let lines = told(|| append(&mut cache, 0, 3).unwrap());
+    let lines = recorded(|| append(&mut cache, 0, 3).unwrap());
     has(&lines, &["DEBUG etkv::core step:", "tokens=3", "first=0", "mask=causal", "read=3"]);
     has(&lines, &["DEBUG etkv::core grow:", "layer=0", "from=0", "to=100"]);
     has(&lines, &["TRACE etkv::core in [step]:", "layer=0", "written=3", "read=0..3"]);
     assert_eq!(warnings(&lines), Vec::<&String>::new());
     // A single token sees all rows, and no buffer grows.
-    let lines = told(|| append(&mut cache, 3, 1).unwrap());
+    let lines = recorded(|| append(&mut cache, 3, 1).unwrap());
     has(&lines, &["step:", "tokens=1", "first=3", "mask=none", "read=4"]);
     assert!(!lines.iter().any(|line| line.contains("grow")), "{lines:?}");
 }
@@ -103,34 +103,34 @@ fn the_mask_is_that_of_layer_groups_with_layers() {
     config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
     let mut cache = contiguous(config);
     (0..5).for_each(|step| append(&mut cache, step * 4, 4).unwrap());
-    let lines = told(|| append(&mut cache, 20, 4).unwrap());
+    let lines = recorded(|| append(&mut cache, 20, 4).unwrap());
     has(&lines, &["step:", "mask=explicit", "read=7"]);
 }
 
 #[test]
-fn a_refused_step_is_told() {
+fn refused_steps_are_logged() {
     let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
-    let lines = told(|| drop(append(&mut cache, 5, 1).unwrap_err()));
+    let lines = recorded(|| drop(append(&mut cache, 5, 1).unwrap_err()));
     has(&lines, &["WARN etkv::core in []:", "tokens=1", "first=5", "Position", "is refused"]);
     let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
-    let lines = told(|| drop(append(&mut cells, 0, 17).unwrap_err()));
+    let lines = recorded(|| drop(append(&mut cells, 0, 17).unwrap_err()));
     has(&lines, &["WARN etkv::core in []:", "tokens=17", "Capacity", "is refused"]);
 }
 
 #[test]
-fn a_rollback_is_told() {
+fn rollbacks_are_logged() {
     let mut cache = contiguous(CacheConfig::uniform(2, 1, 8, 16));
-    let lines = told(|| {
+    let lines = recorded(|| {
         let error = append(&mut cache, 0, 2).unwrap_err();
         assert!(error.message().contains("without layer 1"), "{error}");
     });
     has(&lines, &["WARN etkv::core in [step]:", "cannot end", "without layer 1"]);
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=1"]);
     let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
-    let lines = told(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
+    let lines = recorded(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
     // A step that another implementation computes instead causes no warning.
-    let lines = told(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
+    let lines = recorded(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
     has(&lines, &["DEBUG etkv::core in [step]:", "in the ordinary course", "layers=0"]);
     assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
     assert_eq!(cells.length(), 0);
@@ -138,13 +138,13 @@ fn a_rollback_is_told() {
 }
 
 #[test]
-fn a_step_that_cannot_be_computed_is_told() {
+fn steps_that_cannot_be_computed_are_logged() {
     let failing = OnVec::failing(&rows(2)).unwrap();
     type Compute = fn(&Step<VecStore>) -> etkv_core::Result<()>;
     let both: [Compute; 2] = [|step| step.schedule(&[]), |step| step.eval(&[])];
     for compute in both {
         let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
-        let lines = told(|| {
+        let lines = recorded(|| {
             let mut step = Step::begin(&mut cache, &[0, 1]).unwrap();
             step.update_and_fetch(0, &failing, &rows(2)).unwrap();
             compute(&step).unwrap_err();
@@ -154,9 +154,9 @@ fn a_step_that_cannot_be_computed_is_told() {
 }
 
 #[test]
-fn rows_of_another_shape_are_told() {
+fn rows_of_another_shape_are_logged() {
     let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
-    let lines = told(|| {
+    let lines = recorded(|| {
         let mut step = Step::begin(&mut cache, &[0, 1]).unwrap();
         step.update_and_fetch(0, &rows(3), &rows(3)).unwrap_err();
     });
@@ -164,11 +164,11 @@ fn rows_of_another_shape_are_told() {
 }
 
 #[test]
-fn a_conversion_is_told_and_one_that_fails_as_well() {
+fn conversions_and_their_failures_are_logged() {
     let config = CacheConfig { quantized_kv_start: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
     let mut cache = contiguous(config.stored_as(KvFormat::RowInt4));
     fail_next(Failure::Convert);
-    let lines = told(|| append(&mut cache, 0, 8).unwrap());
+    let lines = recorded(|| append(&mut cache, 0, 8).unwrap());
     has(
         &lines,
         &[
@@ -179,37 +179,37 @@ fn a_conversion_is_told_and_one_that_fails_as_well() {
             "as the test asked for",
         ],
     );
-    let lines = told(|| append(&mut cache, 8, 1).unwrap());
+    let lines = recorded(|| append(&mut cache, 8, 1).unwrap());
     has(&lines, &["DEBUG etkv::core convert:", "k_format=row-int4"]);
     has(&lines, &["INFO etkv::core in [convert]:", "the cache is converted"]);
     assert_eq!(warnings(&lines), Vec::<&String>::new());
 }
 
 #[test]
-fn a_poisoned_cache_is_told_and_reported() {
+fn poisoned_caches_are_logged_and_reported() {
     let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
     config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
     let mut cache = contiguous(config);
     assert_eq!(cache.report().poisoned, None);
     fail_next(Failure::Relocate);
-    let lines = told(|| {
+    let lines = recorded(|| {
         (0..25).find_map(|step| append(&mut cache, step * 4, 4).err()).unwrap();
     });
     has(&lines, &["DEBUG etkv::core move:", "slots="]);
     has(&lines, &["ERROR etkv::core in [move]:", "the cache is poisoned", "as the test asked for"]);
     assert!(cache.report().poisoned.unwrap().contains("as the test asked for"));
-    let lines = told(|| drop(cache.begin(&[cache.length()]).unwrap_err()));
+    let lines = recorded(|| drop(cache.begin(&[cache.length()]).unwrap_err()));
     has(&lines, &["WARN", "is refused", "poisoned"]);
 }
 
 #[test]
-fn a_panic_of_a_holder_is_told_once() {
+fn panics_are_logged_once() {
     let shared = SharedCache::new(contiguous(CacheConfig::uniform(1, 1, 8, 16)));
     let panic = || {
         let _cache = shared.lock().unwrap();
         panic!("as the test asked for");
     };
-    let lines = told(|| {
+    let lines = recorded(|| {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(panic)).unwrap_err();
     });
     assert_eq!(warnings(&lines).len(), 1, "{lines:?}");
@@ -222,7 +222,7 @@ fn a_panic_of_a_holder_is_told_once() {
         }
     }
     let other = SharedCache::new(contiguous(CacheConfig::uniform(1, 1, 8, 16)));
-    let lines = told(|| {
+    let lines = recorded(|| {
         let unwind = || {
             let _looks = LockOnDrop(other.clone());
             panic!("as the test asked for");
@@ -233,17 +233,17 @@ fn a_panic_of_a_holder_is_told_once() {
 }
 
 #[test]
-fn compaction_is_told() {
+fn compactions_are_logged() {
     let mut cache = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 400)).unwrap();
     append(&mut cache, 0, 300).unwrap();
     cache.seq_rm(0, 100..150).unwrap();
-    let lines = told(|| cache.compact().unwrap());
+    let lines = recorded(|| cache.compact().unwrap());
     has(&lines, &["DEBUG etkv::core compact:"]);
     has(&lines, &["DEBUG etkv::core move:", "runs=1"]);
 }
 
 #[test]
-fn a_report_tells_what_the_faces_tell() {
+fn reports_agree_with_the_faces() {
     let config = CacheConfig::uniform(2, 1, 8, 64);
     let mut cache = CellsCache::<VecStore>::with_trees(config).unwrap();
     let mut step = Step::begin(&mut cache, &[0, 1, 2]).unwrap();

@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_memory_can_hold_is_refused() {
+    fn sizes_above_64_bits_are_refused() {
         let mut config = CacheConfig::uniform(1, i32::MAX, i32::MAX, i32::MAX);
         assert!(config.validate().unwrap_err().message().contains("2^64"));
         config.capacity = 1;

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_keeps_what_caused_it() {
+    fn errors_keep_their_cause() {
         let cause = "x".parse::<i32>().unwrap_err();
         let words = cause.to_string();
         let error = Error::new(Status::Program, &cause).caused_by(cause).at("layer 3").at("here");

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_kept_is_not_chosen() {
+    fn tokens_that_are_not_kept_are_not_chosen() {
         let kept = |sampling: &Sampling| -> Vec<usize> {
             let counts = chosen(sampling, &SHARES);
             (0..4).filter(|&id| counts[id] > 0).collect()
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_to_the_first_and_what_is_no_number_is_refused() {
+    fn ties_go_to_the_first_and_nan_is_refused() {
         let greedy = Sampling::default();
         assert_eq!(greedy.choose(&[1.0, 2.0, 2.0], &[], 0.5).unwrap(), 1);
         for sampling in [greedy, sampling()] {

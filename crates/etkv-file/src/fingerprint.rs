@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn errors_name_unreadable_files() {
         let error = fingerprint(Path::new("/no/such/file")).unwrap_err();
         assert_eq!(error.status(), Status::File);
         assert!(error.message().starts_with("cannot read /no/such/file: "), "{error}");

@@ -199,7 +199,7 @@ fn slices_fill_a_gpu_and_are_worth_merging() {
 }
 
 #[test]
-fn what_the_kernel_takes_fits_any_gpu() {
+fn supported_calls_fit_any_gpu() {
     for dtype in [Dtype::Float16, Dtype::Bfloat16, Dtype::Float32] {
         for (k_dim, v_dim) in
             (16..=272).step_by(16).flat_map(|k| (16..=272).step_by(16).map(move |v| (k, v)))

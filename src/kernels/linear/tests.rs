@@ -183,7 +183,7 @@ fn the_kernel_multiplies_as_the_definition_says() {
 }
 
 #[test]
-fn the_kernel_does_what_surrounds_a_product() {
+fn operations_around_a_product_are_fused() {
     on_cuda(|| {
         let norms = [None, Some(true), Some(false)];
         let gates = [None, Some(Gate::Silu), Some(Gate::Gelu), Some(Gate::GeluTanh)];
@@ -301,7 +301,7 @@ fn heads_that_turn_fit_the_product() {
 }
 
 #[test]
-fn only_what_the_kernel_reads_is_taken() {
+fn only_supported_products_are_accepted() {
     run(|| {
         let half = Dtype::Bfloat16;
         let takes = |x: &[i32], w: &[i32], transposed: bool| {
@@ -340,7 +340,7 @@ fn only_what_the_kernel_reads_is_taken() {
 }
 
 #[test]
-fn what_surrounds_a_product_fits_it() {
+fn operations_around_a_product_must_fit() {
     run(|| {
         let half = Dtype::Bfloat16;
         let (x, weight) = (array(1, &[1, 2, 64], half), array(2, &[10, 64], half));

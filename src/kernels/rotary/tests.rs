@@ -77,7 +77,7 @@ fn the_kernel_turns_as_the_definition_says() {
 }
 
 #[test]
-fn only_what_fits_is_taken() {
+fn only_supported_calls_are_accepted() {
     let x = |shape: &[i32]| array(1, shape, Dtype::Bfloat16);
     run(|| {
         let positions = Array::from_slice(&[3i32, 4], &[2]);

@@ -48,7 +48,7 @@ fn refused(change: impl FnOnce(&mut Chain)) -> Error {
 }
 
 #[test]
-fn plans_that_name_what_does_not_exist_are_refused() {
+fn plans_with_invalid_indices_are_refused() {
     let changes: [fn(&mut Chain); 6] = [
         |chain| chain.rows = vec![RowSource::Token(1)],
         |chain| chain.tokens = 1..2,
@@ -91,7 +91,7 @@ fn inputs_of_other_shapes_are_refused() {
 }
 
 #[test]
-fn results_have_the_dtype_that_is_asked_for() {
+fn results_have_the_requested_dtype() {
     crate::mlx::run(|| {
         let arrays = RECURRENCE.arrays(&[1, 2])?;
         let halves = arrays.each_ref().map(|array| array.as_dtype(Dtype::Bfloat16));

@@ -101,7 +101,7 @@ fn is_on_cpu() -> bool {
 
 /// The step begins after the rewind. Rewound rows are gone, and rows before them stay.
 #[test]
-fn a_step_after_a_rewind_leaves_what_was_before_it() {
+fn a_step_after_a_rewind_keeps_earlier_rows() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
         let mut cache = cache(format);
         run(&mut cache, &[0, 1, 2, 3, 4, 5], 1);
@@ -116,7 +116,7 @@ fn a_step_after_a_rewind_leaves_what_was_before_it() {
 
 /// The step itself rewinds: a rollback restores the rows that it overwrote.
 #[test]
-fn a_step_that_rewinds_gives_back_what_it_overwrote() {
+fn a_step_that_rewinds_restores_the_rows_that_it_overwrote() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
         for positions in [&[3, 4, 5, 6, 7][..], &[5], &[0, 1], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
             let mut cache = cache(format);
@@ -132,7 +132,7 @@ fn a_step_that_rewinds_gives_back_what_it_overwrote() {
 
 /// The step grows the buffers, which replaces them. The rows before the step were written by MLX or placed.
 #[test]
-fn a_step_that_grows_leaves_what_was_before_it() {
+fn a_step_that_grows_keeps_earlier_rows() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
         for placed_before in [false, true] {
             let mut cache = cache(format);

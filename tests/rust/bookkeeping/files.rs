@@ -77,7 +77,7 @@ fn a_checkpoint_within_removed_positions_is_refused() {
 }
 
 #[test]
-fn a_window_that_lacks_what_the_next_query_sees_is_refused() {
+fn a_window_that_lacks_visible_positions_is_refused() {
     let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
     let mut book = book.with_recurrent(None, 8);
     (0..5).for_each(|_| append(&mut book, 3, 20));

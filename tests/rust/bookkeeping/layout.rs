@@ -130,7 +130,7 @@ fn every_sequence_of_a_step_slides() {
 }
 
 #[test]
-fn what_grows_by_accepted_candidates_slides_as_well() {
+fn windows_also_slide_after_accepted_candidates() {
     let window = Window::new(8, 0, 3, 500);
     let mut book = CellsBookkeeping::new(500, [window]);
     for next in (0..300).step_by(3) {
@@ -185,7 +185,7 @@ fn compaction_leaves_room_where_there_is_enough() {
 }
 
 #[test]
-fn a_fork_goes_on_after_what_it_shares() {
+fn a_fork_continues_after_its_shared_cells() {
     let mut book = CellsBookkeeping::new(400, []);
     cells(&mut book, 0, 4);
     book.seq_cp(0, 1, 0..i32::MAX).unwrap();
@@ -261,7 +261,7 @@ fn n_moved(book: &mut CellsBookkeeping) -> usize {
 }
 
 #[test]
-fn what_lies_after_a_hole_moves_and_not_the_rest() {
+fn only_cells_after_a_hole_move() {
     for (capacity, moves) in [(4096, 4), (2100, 4), (2048, 4 + 16), (2000, 4 + 64)] {
         let mut book = CellsBookkeeping::new(capacity, []);
         cells(&mut book, 0, 2000);

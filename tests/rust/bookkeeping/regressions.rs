@@ -109,7 +109,7 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
 }
 
 #[test]
-fn a_second_copy_does_not_restore_what_windows_dropped() {
+fn a_second_copy_does_not_restore_dropped_positions() {
     replay(
         Config {
             capacity: 60,

@@ -34,7 +34,7 @@ fn a_step_is_not_seen_before_it_is_committed() {
 }
 
 #[test]
-fn a_step_of_no_tokens_is_refused_when_it_is_said() {
+fn declaring_no_tokens_is_refused() {
     let mut book = CellsBookkeeping::new(10, []);
     for result in [book.begin_step(&[]), book.begin_step_shared(&[])] {
         let error = result.unwrap_err();
@@ -46,7 +46,7 @@ fn a_step_of_no_tokens_is_refused_when_it_is_said() {
 
 /// After a declared step that did not run, the pending frontier of a tree can run.
 #[test]
-fn what_was_said_of_a_step_can_be_cancelled() {
+fn declarations_can_be_cancelled() {
     let mut book = CellsBookkeeping::new(10, []);
     step(&mut book, &[0], 2);
     book.begin_step(&[0, 0, 0]).unwrap();

@@ -50,7 +50,7 @@ fn change(book: &mut CellsBookkeeping, rng: &mut Rng) {
 }
 
 #[test]
-fn what_follows_is_as_if_the_step_had_not_been() {
+fn later_steps_do_not_depend_on_an_undone_step() {
     for_seeds(300, |seed| {
         let mut rng = Rng::new(seed);
         let mut book = CellsBookkeeping::new(60, []);

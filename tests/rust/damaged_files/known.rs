@@ -93,7 +93,7 @@ fn a_distant_slot_takes_no_memory() {
 
 /// The texts diverge at a position to which a window can no longer be rewound. The text is rewound further instead.
 #[test]
-fn a_place_that_can_no_longer_be_marked_is_left() {
+fn positions_that_can_no_longer_be_marked_are_skipped() {
     let mut shape = shape();
     shape.config.layers[0].policy = LayerPolicy::Window { window: 30, sinks: 0 };
     shape.config.max_step_tokens = 10;

@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_would_corrupt() {
+    fn refuses_invalid_steps() {
         let book = of_length(10, 4);
         let status = |positions: &[i32]| book.plan(positions).unwrap_err().status();
         assert_eq!(status(&[]), Status::InvalidArgument);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn can_extend_counts_what_is_left() {
+    fn can_extend_counts_free_positions() {
         let book = of_length(10, 4);
         assert!(book.can_extend(0) && book.can_extend(6));
         assert!(!book.can_extend(7) && !book.can_extend(-1) && !book.can_extend(i32::MAX));

@@ -49,7 +49,7 @@ fn shares_end_at_the_limit() {
 }
 
 #[test]
-fn what_no_memory_can_hold_is_refused_and_forgets_no_one() {
+fn sizes_above_64_bits_are_refused_and_keep_other_shares() {
     static BUDGET: MemoryBudget = MemoryBudget::new();
     let (mut a, mut b) = (share(&BUDGET), share(&BUDGET));
     assert!(a.reserve(u64::MAX).unwrap_err().message().contains("2^64"));
@@ -64,7 +64,7 @@ fn what_no_memory_can_hold_is_refused_and_forgets_no_one() {
 }
 
 #[test]
-fn holders_are_told() {
+fn holders_are_reported() {
     static BUDGET: MemoryBudget = MemoryBudget::new();
     let mut cache = share(&BUDGET);
     let mut prefix = Share::of(&BUDGET, "prefix", false);

@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_written_to_its_end_is_not_there() {
+    fn incomplete_objects_are_not_visible() {
         let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default()).unwrap();
         let name = name_of("a group", &[3]);
         for n in [10, 20 << 20] {

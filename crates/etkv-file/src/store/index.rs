@@ -259,7 +259,7 @@ mod tests {
 
     /// Compares the index with a list that is searched linearly.
     #[test]
-    fn an_index_finds_what_a_list_finds() {
+    fn an_index_finds_the_same_texts_as_a_list() {
         let mut state = 7;
         for _ in 0..200 {
             let mut index = Index::default();
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_gone_are_forgotten() {
+    fn missing_files_leave_the_index() {
         let mut index = Index::default();
         let group = group_of_file(&header("a", 0)).unwrap();
         index.add(&file("one"), Some((&header("a", 0), vec![1, 2]))).unwrap();

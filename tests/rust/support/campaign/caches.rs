@@ -410,7 +410,7 @@ fn assert_sees<B: Backend>(
     }
 }
 
-pub fn attention_is_over_what_the_model_sees<B: Backend>() {
+pub fn attention_matches_the_model<B: Backend>() {
     for_seeds(250, |seed| {
         B::run(|| {
             let mut run = Run::<B>::new(seed);

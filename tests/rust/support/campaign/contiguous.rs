@@ -303,7 +303,7 @@ fn append<B: Backend>(cache: &mut ContiguousCache<B::Store>, n: usize) {
     step.commit(&[&out]).unwrap();
 }
 
-pub fn buffers_are_what_was_estimated_at_every_growth<B: Backend>() {
+pub fn buffers_match_estimates_at_every_growth<B: Backend>() {
     B::run(|| {
         let mut cache = one_layer::<B>(100, 8);
         for length in 1..=100 {

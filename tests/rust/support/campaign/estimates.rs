@@ -42,7 +42,7 @@ fn step<B: Backend>(cache: &mut dyn AttendCache<Store = B::Store>, positions: &[
 }
 
 /// Covers every layer policy, growth and kind, before and after the conversion.
-pub fn memory_is_what_was_estimated_at_every_length<B: Backend>() {
+pub fn memory_matches_estimates_at_every_length<B: Backend>() {
     let policies = [
         LayerPolicy::Full,
         LayerPolicy::Window { window: 8, sinks: 0 },

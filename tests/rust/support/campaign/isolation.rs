@@ -234,7 +234,7 @@ pub fn candidates_do_not_count_for_quantized_kv_start<B: Backend>() {
 }
 
 /// The rows of a step are stored in float before they are converted at `quantized_kv_start`, so the step has a limit.
-pub fn at_capacity_is_the_most_that_is_held<B: Backend>() {
+pub fn at_capacity_is_the_maximum_memory<B: Backend>() {
     let run = || -> Result<()> {
         let config = CacheConfig {
             quantized_kv_start: Some(10),

@@ -27,9 +27,9 @@ macro_rules! campaign {
     ($backend:ty) => {
         $crate::campaign! {
             $backend:
-            caches::attention_is_over_what_the_model_sees,
+            caches::attention_matches_the_model,
             contiguous::equals_a_list_of_rows_over_generated_operations,
-            contiguous::buffers_are_what_was_estimated_at_every_growth,
+            contiguous::buffers_match_estimates_at_every_growth,
             contiguous::one_step_at_a_time_and_every_layer,
             contiguous::threads_may_take_turns,
             isolation::values_that_are_not_finite_reach_no_other_sequence,
@@ -37,11 +37,11 @@ macro_rules! campaign {
             isolation::a_failed_step_is_rolled_back,
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
             isolation::candidates_do_not_count_for_quantized_kv_start,
-            isolation::at_capacity_is_the_most_that_is_held,
+            isolation::at_capacity_is_the_maximum_memory,
             recurrent::recurrent_layers_answer_as_if_each_text_ran_alone,
             recurrent::marks_hold_for_the_text_that_begins_next,
-            recurrent::memory_of_recurrent_layers_is_what_was_estimated,
-            saving::what_was_saved_and_loaded_goes_on_alike,
+            recurrent::memory_of_recurrent_layers_matches_estimates,
+            saving::loaded_caches_continue_like_saved_ones,
             saving::a_file_that_does_not_fit_is_refused,
             saving::float_formats_are_converted,
             saving::damaged_files_are_refused_and_change_nothing,
@@ -52,8 +52,8 @@ macro_rules! campaign {
             sharing::caches_that_share_rows_answer_as_those_that_do_not,
             unread::values_that_are_not_finite_undo_a_committed_step,
             unread::a_step_that_was_committed_unread_stays,
-            unread::steps_that_cannot_be_undone_are_read_at_once,
-            estimates::memory_is_what_was_estimated_at_every_length,
+            unread::steps_that_cannot_be_undone_are_read_immediately,
+            estimates::memory_matches_estimates_at_every_length,
         }
     };
     ($backend:ty: $($file:ident::$test:ident,)+) => {

@@ -799,7 +799,7 @@ pub fn marks_hold_for_the_text_that_begins_next<B: Backend>() {
     });
 }
 
-pub fn memory_of_recurrent_layers_is_what_was_estimated<B: Backend>() {
+pub fn memory_of_recurrent_layers_matches_estimates<B: Backend>() {
     for_seeds(20, |seed| {
         B::run(|| {
             let mut run = Run::<B, Plain>::new(seed);

@@ -183,7 +183,7 @@ pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
 }
 
 /// A commit that drops, moves or converts rows cannot be undone, so the values of such a step are read immediately.
-pub fn steps_that_cannot_be_undone_are_read_at_once<B: Backend>() {
+pub fn steps_that_cannot_be_undone_are_read_immediately<B: Backend>() {
     B::run(|| {
         let uniform = || CacheConfig::uniform(2, 1, DIM as i32, 64);
         let mut windowed = CacheConfig { max_step_tokens: 4, ..uniform() };

@@ -52,7 +52,7 @@ fn labels(tokens: &[i64]) -> Labels<'_> {
     Labels { fingerprint: MODEL, tokens }
 }
 
-pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
+pub fn loaded_caches_continue_like_saved_ones<B: Backend>() {
     if !B::SAVES {
         return;
     }
