@@ -213,17 +213,17 @@ Result<Options> parse_options(int argc, const char* const* argv) {
 }
 
 Result<void> require_no_session(const Options& options) {
-  const char* parsed = options.session                   ? "--session"
+  const char* option = options.session                   ? "--session"
                        : options.model.kv_format         ? "--kv-format"
                        : options.speculation.draft       ? "--draft"
                        : options.prefix_store            ? "--prefix-store"
                        : options.memory_budget_bytes > 0 ? "--memory-budget-mib"
                                                          : nullptr;
-  if (parsed == nullptr) {
+  if (option == nullptr) {
     return {};
   }
   return refuse(
-      std::string(parsed) +
+      std::string(option) +
       " is for a cache that etkv makes, and the program has its own in its "
       "graph (it does not tell `get_n_caches`)");
 }
