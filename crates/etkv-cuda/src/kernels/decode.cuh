@@ -37,7 +37,7 @@ struct Decoder {
   // Whether four codes for the lower halves of pairs and four codes for the upper halves fit one register.
   static constexpr bool IS_JOINED = BITS <= 4;
 
-  // Eight consecutive codes of a row ("an eight"), with the first in the lowest bits. Bits above them are
+  // An eight: eight consecutive codes of a row, with the first in the lowest bits. Bits above them are
   // undefined.
   struct Eight {
     unsigned w[(BITS + 3) / 4];
@@ -46,7 +46,7 @@ struct Decoder {
     unsigned a, b;
   };
 
-  // Reads eight number `eight` of a row, which must be aligned to 4 bytes.
+  // Reads the eight with index `eight` from a row, which must be aligned to 4 bytes.
   __device__ static Eight read(const char* row, int eight) {
     Eight e;
     if constexpr (BITS == 16) {

@@ -53,7 +53,7 @@ __device__ inline unsigned e8m0(float peak, unsigned top, float& inverse) {
   return code;
 }
 
-// Writes eight codes as eight number `place` of a row.
+// Writes eight codes to a row, from element 8 * `place` on.
 template <int BITS>
 __device__ inline void write_codes(void* row, int place, const unsigned (&codes)[8]) {
   unsigned char* to = static_cast<unsigned char*>(row) + place * BITS;

@@ -10,10 +10,10 @@ constexpr int CODES = 128 / BITS;
 
 template <typename E, int BITS>
 struct Codes {
-  // The number of eights (groups of eight codes) of a piece.
+  // A piece consists of eights, which have eight codes each.
   static constexpr int EIGHTS = CODES<BITS> / 8;
 
-  // Rotates the order of a piece's eights, so that eight number `first` is the first.
+  // Rotates a piece so that the eight with index `first` comes first.
   __device__ static uint4 rotated(uint4 piece, int first) {
     if (BITS == 4 && first % 2) piece = make_uint4(piece.y, piece.z, piece.w, piece.x);
     if (BITS == 4 ? first / 2 : first) piece = make_uint4(piece.z, piece.w, piece.x, piece.y);

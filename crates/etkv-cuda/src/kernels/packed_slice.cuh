@@ -8,8 +8,9 @@
 // thread `g` of eight has keys `g` and `g` + 8.
 //
 // Both operands of a product have the elements of a head in the order of the codes in memory, so the sum over
-// them is right. Of a key, thread `m` reads a quarter of the eights (groups of eight codes), and queries are
-// read in the same order. Of a value, thread `g` reads eight number `g` of each 64 elements.
+// them is right. A row consists of eights, which have eight consecutive codes each. Of a key, thread `m`
+// reads a quarter of the eights, and queries are read in the same order. Of each 64 elements of a value,
+// thread `g` reads the eight with index `g`.
 //
 // If a warp has one part of rows, the offsets of affine codes are multiplied in separate products, which
 // saves an instruction for each pair of elements. For keys, this adds to each score the offset of each group
@@ -40,7 +41,7 @@ struct PackedSlice {
   // The eights of a key that a thread has.
   static constexpr int EIGHTS = DIM / 32;
   // The eights of a value that a thread has, one for each 64 elements. If 32 elements remain, two threads
-  // share an eight of them.
+  // share each eight of them.
   static constexpr int ROUNDS = DIM / 64;
   static constexpr bool HAS_HALF = DIM % 64 != 0;
   // The elements of a row's sum that a thread has.
@@ -59,14 +60,14 @@ struct PackedSlice {
   // The queries as operands of products, and their sums over groups.
   unsigned q_parts[ROW_TILES][DIM / 16][2];
   unsigned q_sums[ROW_TILES][2];
-  // The running softmax of two rows of each tile. Four sums are two elements of both rows.
+  // The running softmax of two rows of each tile. `sums[t][i]` has two elements of each of the two rows.
   float most[ROW_TILES][2];
   float total[ROW_TILES][2];
   float sums[ROW_TILES][ELEMENTS / 2][4];
   // The sums of weighted offsets of group `g` of packed values.
   float offsets[ROW_TILES][4];
-  // For the row of a warp with the number of this thread: the end (exclusive) of the keys that it may see, or
-  // a negative number if the row does not exist. And its query.
+  // For the masks, each thread represents one of the warp's rows: the end (exclusive) of the keys that the
+  // row may see, or a negative number if the row does not exist, and the query of the row.
   int ends_at, query_of;
   Keys keys;
   Values values;
@@ -214,7 +215,7 @@ struct PackedSlice {
     }
   };
 
-  // Multiplies the pairs of a thread's eights number `j` by the rows.
+  // Multiplies the pairs of this thread's eight with index `j` by the rows.
   __device__ void multiply_pairs(float (&scores)[ROW_TILES][4], const unsigned (&pairs)[2][4], int j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -394,7 +395,7 @@ struct PackedSlice {
     }
   }
 
-  // Reads an eight of the values `first`, `first + 1`, `first + 8` and `first + 9`.
+  // Reads the same eight of the values `first`, `first + 1`, `first + 8` and `first + 9`.
   __device__ static void read_values(typename ValueCodes::Eight (&eights)[2][2], Scales (&scales)[2], const char* tile,
                                      int first, int eight) {
 #pragma unroll

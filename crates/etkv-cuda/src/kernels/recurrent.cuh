@@ -91,9 +91,9 @@ struct Scan {
   HeadRows<B> beta;
   HeadRows<float> keys, updates, anchors, folds;
   // The offset of each group in this array, followed by the groups. A group has the source of its state (see
-  // `StatePart`), its numbers of rows and of tokens, the slots of its rows, and three numbers for each token:
-  // the index of the token, the position of its parent in the group or -1, and a bit for the position of each
-  // ancestor.
+  // `StatePart`), the number of its rows, the number of its tokens, the slots of its rows, and three numbers
+  // for each token. These are the index of the token, the position of its parent in the group or -1, and a
+  // set of bits for the positions of its ancestors.
   const int* plan;
   int share, v_dim, tokens;
   float scale;
