@@ -225,7 +225,7 @@ Result<void> require_no_session(const Options& options) {
   return refuse(
       std::string(option) +
       " is for a cache that etkv makes, and the program has its own in its "
-      "graph (it does not tell `get_n_caches`)");
+      "graph (it does not report `get_n_caches`)");
 }
 
 std::string help_text() {

@@ -109,7 +109,7 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
   if (most == 0 && !options.capacity) {
     return refuse(
         path +
-        " does not tell the context length that it was exported for: "
+        " does not report the context length that it was exported for: "
         "--capacity has to say how many positions the cache may hold");
   }
   const int64_t capacity = options.capacity.value_or(most);

@@ -26,8 +26,8 @@ Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   if (tap == taps.end()) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "it takes the hidden states of layer " + std::to_string(wanted) +
-            ", and the model gives " +
+        "it needs the hidden states of layer " + std::to_string(wanted) +
+            ", and the model returns " +
             (taps.empty() ? "none" : "those of " + listed(taps)) +
             ": export the model with --tap-layers " + std::to_string(wanted));
   }

@@ -495,7 +495,7 @@ class Metadata {
   static Error absent(const std::string& name) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "the program does not tell `" + name +
+        "the program does not report `" + name +
             "`; export it with an off-graph KV cache");
   }
 

@@ -435,8 +435,8 @@ class Generation(Iterator[int]):
         position = self._start + self._ran
         if self._next() != position:
             raise PositionError(
-                f"the answer goes on at position {position}, and the cache goes on at {self._next()}: something else "
-                "has changed it"
+                f"the answer continues at position {position}, but the next position of the cache is {self._next()}: "
+                "something else has changed the cache"
             )
         if isinstance(self._cache, SeqCache):
             self._cache.begin_step([self._sequence] * len(ids))

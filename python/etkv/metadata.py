@@ -307,4 +307,4 @@ def _is_int(value: Any) -> bool:
 
 
 def _absent(name: str) -> EtkvError:
-    return EtkvError(f"the program does not tell `{name}`; export it with an off-graph KV cache")
+    return EtkvError(f"the program does not report `{name}`; export it with an off-graph KV cache")

@@ -212,7 +212,8 @@ void between_tokens() {
   CHECK(second == slice(wanted, 0, 4));
   // The host changed the answer's sequence.
   must(bound->seq_rm(0, 10, kAll));
-  CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
+  CHECK_REFUSED(
+      one.next(), ETKV_ERROR_POSITION, "the next position of the cache is 10");
 }
 
 /// After a cancel, even from another thread, there are no more tokens. The

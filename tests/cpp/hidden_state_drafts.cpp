@@ -255,13 +255,13 @@ void refusals() {
   CHECK_REFUSED(
       open({}, type),
       ETKV_ERROR_PROGRAM,
-      "the draft: it takes the hidden states of layer 0, and the model gives "
+      "the draft: it needs the hidden states of layer 0, and the model returns "
       "none: "
       "export the model with --tap-layers 0");
   CHECK_REFUSED(
       open({1}, type),
       ETKV_ERROR_PROGRAM,
-      "of layer 0, and the model gives those of layer 1: export");
+      "of layer 0, and the model returns those of layer 1: export");
   CHECK_REFUSED(
       open({0}, {ScalarType::BFloat16, 64}),
       ETKV_ERROR_PROGRAM,

@@ -252,7 +252,7 @@ void of_recurrent_layers() {
   CHECK_REFUSED(
       facts.read(),
       ETKV_ERROR_PROGRAM,
-      "does not tell `kv_cache.recurrent_layers`");
+      "does not report `kv_cache.recurrent_layers`");
   facts.set("kv_cache.recurrent_layers", 8);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers, expected 8");
   facts.set("kv_cache.recurrent_layers", std::vector<float>(8));

@@ -134,7 +134,7 @@ def test_a_program_that_is_not_a_language_model(tool, folder, tmp_path):
         (b"MLX0", b"MLX7", ["payload", "MLX0"]),
         (b"MLXBackend", b"XLMBackend", ["forward"]),
         (b"forward\0", b"foreword"[:7] + b"\0", ["no method `forward`"]),
-        (b"kv_cache.n_layers", b"kv_cache.a_layers", ["does not tell `kv_cache.n_layers`", "off-graph"]),
+        (b"kv_cache.n_layers", b"kv_cache.a_layers", ["does not report `kv_cache.n_layers`", "off-graph"]),
         (b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj", ["no constant", "layers.9.mlp.up_proj"]),
     ],
     ids=["payload", "backend", "method", "caches", "constant"],
@@ -232,7 +232,7 @@ def test_a_program_that_does_not_tell_its_context(folder, image):
     assert name in image
     (folder / "model.pte").write_bytes(image.replace(name, b"get_max_ctx_xxx"))
     words = [CHAT, "--model", folder / "model.pte", "--prompt", "hi", "--max-tokens", 2]
-    refused(words, FAILED, folder / "model.pte", "does not tell the context length", "--capacity")
+    refused(words, FAILED, folder / "model.pte", "does not report the context length", "--capacity")
     assert reference.run([*words, "--capacity", 100]).returncode == 0
 
 

@@ -178,7 +178,9 @@ def test_an_answer_ends_after_another_change_of_the_cache(loaded, change):
     else:
         session.rewind(2)
     held = session.length
-    with pytest.raises(etkv.PositionError, match=f"goes on at position 6, and the cache goes on at {held}"):
+    with pytest.raises(
+        etkv.PositionError, match=f"continues at position 6, but the next position of the cache is {held}"
+    ):
         next(answer)
     assert session.length == held
 
@@ -188,7 +190,7 @@ def test_a_prompt_ends_after_another_change_of_the_cache(loaded, steps, change):
     session = loaded.session
     answer = etkv.generate_tokens(loaded, LONG, max_tokens=20, eos_token_ids=[])
     steps[:] = [nothing, session.clear if change == "clear" else lambda: session.rewind(10)]
-    told = f"goes on at position {2 * CHUNK}, and the cache goes on at {0 if change == 'clear' else 10}"
+    told = f"continues at position {2 * CHUNK}, but the next position of the cache is {0 if change == 'clear' else 10}"
     with pytest.raises(etkv.PositionError, match=told):
         next(answer)
     assert session.length == (0 if change == "clear" else 10)

@@ -111,7 +111,7 @@ def test_a_target_that_does_not_give_the_hidden_states(options, gives):
     refused(
         command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),
         FAILED,
-        f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
+        f"the draft: it needs the hidden states of layer 0, and the model returns {gives}: "
         "export the model with --tap-layers 0",
     )
 

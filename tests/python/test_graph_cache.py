@@ -156,7 +156,7 @@ def test_options_of_a_session_are_refused(model, options, told):
 
 
 def test_other_runners_refuse_it(model):
-    refused([runner("batch"), "--model", model], FAILED, "does not tell `get_n_caches`", "off-graph")
+    refused([runner("batch"), "--model", model], FAILED, "does not report `get_n_caches`", "off-graph")
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_it_runs(model, tokenizer):

@@ -225,7 +225,7 @@ def test_invalid_versions(version):
 
 @pytest.mark.parametrize("name", ["n_layers", "n_kv_heads", "head_dim"])
 def test_versioned_facts_that_are_absent_or_wrong(name):
-    with pytest.raises(EtkvError, match=f"the program does not tell `kv_cache.{name}`"):
+    with pytest.raises(EtkvError, match=f"the program does not report `kv_cache.{name}`"):
         read_kv_cache_metadata(versioned(**{name: None}))
     for value in (-3, 2**40, 1.5, True, [1, 2, 3], [1.0, 2.0], torch.tensor([0.5, 1.0]), "8"):
         with pytest.raises(EtkvError, match=f"`kv_cache.{name}`"):
@@ -241,14 +241,14 @@ def test_values_are_in_keys_or_not():
 
 @pytest.mark.parametrize("name", ["get_n_caches", "get_kv_heads", "get_head_dims", "get_windows"])
 def test_facts_of_the_exporter_that_are_absent(name):
-    with pytest.raises(EtkvError, match=f"the program does not tell `{name}`; export it with an off-graph KV cache"):
+    with pytest.raises(EtkvError, match=f"the program does not report `{name}`; export it with an off-graph KV cache"):
         read_kv_cache_metadata(exporters(**{name: None}))
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({}, "does not tell `get_n_caches`"),
+        ({}, "does not report `get_n_caches`"),
         (versioned(n_layers=0), "`kv_cache.n_layers` is 0, expected 1 to 65536"),
         (versioned(n_layers=2**31 - 1), "`kv_cache.n_layers` is 2147483647, expected 1 to 65536"),
         (versioned(window=[0, -5]), "`kv_cache.window` has -5, which is not a 32-bit count"),

@@ -68,7 +68,7 @@ def test_a_program_that_does_not_run_here(tmp_path, capsys):
     assert "get_n_caches" in found["cache"]["unknown"]
     text = inspect(capsys, file)
     assert "does not run here (etkv" in text
-    assert "cache: the program does not tell `get_n_caches`" in text
+    assert "cache: the program does not report `get_n_caches`" in text
 
 
 def test_wrong_use(program, tmp_path, capsys):

@@ -81,5 +81,5 @@ def test_damage_is_refused(name):
 def test_version_2_without_them_is_refused():
     facts = written()
     del facts["kv_cache.recurrent_layers"]
-    with pytest.raises(EtkvError, match=r"does not tell `kv_cache\.recurrent_layers`"):
+    with pytest.raises(EtkvError, match=r"does not report `kv_cache\.recurrent_layers`"):
         read_kv_cache_metadata(facts)

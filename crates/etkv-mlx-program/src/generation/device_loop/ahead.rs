@@ -173,8 +173,8 @@ impl Generation {
             if next != expected {
                 fail!(
                     Position,
-                    "the answer goes on at position {expected}, and the cache goes on at {next}: it \
-                     was changed meanwhile; generate again"
+                    "the answer continues at position {expected}, but the next position of the cache is \
+                     {next}: the cache was changed meanwhile; generate again"
                 );
             }
         }
