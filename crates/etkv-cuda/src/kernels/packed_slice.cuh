@@ -310,7 +310,7 @@ struct PackedSlice {
       float& score = scores[i / 4][i % 4];
       score = part[0].scaled(score);
     }
-    // Most steps are seen by all rows.
+    // In most steps, all rows see all keys.
     if (!__all_sync(ALL, ends_at < 0 || seen == 0xffff)) {
       int g = part[0].thread / 4, m = part[0].thread % 4;
 #pragma unroll

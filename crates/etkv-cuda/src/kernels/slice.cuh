@@ -246,7 +246,7 @@ struct Slice {
 
   // Returns a bit for each of this thread's scores of a step, which is 1 if the row sees the key.
   __device__ unsigned seen_of(int first) const {
-    // Most steps are seen by all rows.
+    // In most steps, all rows see all keys.
     if (MASK != SEES_MARKED && first + STEP <= min(ends_at[0], ends_at[1])) return 0xff;
     unsigned seen = 0;
     for (int i = 0; i < 8; ++i) {
@@ -308,7 +308,7 @@ struct Slice {
       score = scaled(score);
       all &= seen[i / 8];
     }
-    // Most steps are seen by all rows.
+    // In most steps, all rows see all keys.
     if (!__all_sync(ALL, all == 0xff)) {
 #pragma unroll
       for (int i = 0; i < 8 * N; ++i) {
@@ -361,8 +361,7 @@ struct Slice {
   __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
   // Returns the number of slices of a block of rows, at most `most`. With many rows, a slice has a large
-  // partial result to merge. The number is then the smallest one with the same number of tiles in the largest
-  // slice.
+  // partial result to merge. The number is then as small as possible without more tiles in the largest slice.
   __device__ int slices_of(int block, int most) const {
     int tiles = max(tiles_of_all(block), 1);
     if (MAX_ROW_WARPS * PARTS == 1) return min(tiles, most);
