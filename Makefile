@@ -1,30 +1,30 @@
-# Everything from a fresh machine with Rust, a C++20 compiler, make and Python 3.10 or newer. Python's packages go to
-# .venv/, all that is made to build/. What takes more than a line is a command in tools/.
+# All commands need only Rust, a C++20 compiler, make and Python 3.10 or newer. Python packages are installed in .venv/,
+# and outputs are written to build/. Longer commands are scripts in tools/.
 
-# Apple's make 3.81 looks the first word of a plain recipe up in the PATH that make was started with. Only a shell other
-# than /bin/sh makes it use the PATH below.
+# If SHELL is /bin/sh, Apple's make 3.81 runs simple recipes without a shell and ignores the PATH that is set below.
+# With any other shell it uses this PATH.
 SHELL := /bin/bash
 PYTHON ?= python3
-# What runs the model that `make model` exports: mlx or cpu. Where none is named, `make demo` takes the one that is faster
-# with the packages that are installed here.
+# BACKEND, mlx or cpu, is the backend of the model that `make model` exports. By default `make demo` uses the backend
+# that is faster with the packages that `make setup` installs.
 DEMO := $(or $(BACKEND),$(if $(filter Darwin,$(shell uname)),mlx,cpu))
 BACKEND ?= mlx
 MODEL := build/models/smollm2-135m$(if $(filter cpu,$(BACKEND)),-cpu)
 # Cargo and CMake build against the packages of this Python.
 export ETKV_PYTHON := $(CURDIR)/.venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
-# Nothing is looked for on a hub: models are folders, files or packages.
+# Models are folders, files or packages; nothing is downloaded from a hub.
 export HF_HUB_OFFLINE := 1
-# Python's compiled modules are kept in .venv/: without them each of hundreds of processes compiles half of torch.
+# Let Python cache compiled modules in .venv/: otherwise each of hundreds of processes compiles half of torch.
 unexport PYTHONDONTWRITEBYTECODE
-# Some virtual machines announce AMX and cannot run it: PyTorch's bfloat16 products end the process there.
+# Some virtual machines report AMX but cannot run it: there PyTorch's bfloat16 products end the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
-# Tests share the cores, and the threads of OpenBLAS and OpenMP spin while they wait for each other.
+# Several tests run at once, and threads of OpenBLAS and OpenMP would spin while they wait for each other.
 test% lint made rust faces programs fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
 programs: export OMP_NUM_THREADS ?= 1
-# Ninja cannot read make's own list of jobs.
+# Ninja cannot use make's job server.
 NINJA := env -u MAKEFLAGS cmake --build build/cmake
-# Halves of `make test` that run side by side: each has stretches that use one core only.
+# Runs two targets in parallel: each of them uses only one core at times.
 BESIDE := $(MAKE) --no-print-directory -j2
 
 .DEFAULT_GOAL := help
@@ -56,19 +56,19 @@ question:
 chat: build/cmake/build.ninja
 	@$(NINJA) --target etkv_chat
 
-test: .venv/.ready ## Run every check and test, but for what takes hours
+test: .venv/.ready ## Run all checks and tests, except those that take hours
 	@$(BESIDE) rust made
 	@$(BESIDE) test-python faces
 rust: lint
 	@tools/test-rust
-# What pytest needs, and Rust's tests do not.
+# Builds what pytest needs and Rust's tests do not.
 made: programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches
 programs: model
 	python tests/python/programs.py
 	python -m tests.upstream_ops --export-only --part
-# One after the other: two of Ninja in one folder disturb each other.
+# Not in parallel: two Ninja processes cannot share a build folder.
 faces: benches
 	@$(MAKE) --no-print-directory test-cpp
 	@$(MAKE) --no-print-directory test-package
@@ -81,39 +81,39 @@ format: .venv/.ready ## Format every file
 	ruff check --fix --quiet .
 	ruff format --quiet .
 
-test-unit: .venv/.ready ## Run the tests within the crates that need no MLX
+test-unit: .venv/.ready ## Run the unit tests of crates that need no MLX
 	cargo test --release --locked -p etkv-core -p etkv-cpu -p etkv-delegate -p etkv-file
-test-conformance: .venv/.ready ## Run generated operations on every store, against an independent model
+test-conformance: .venv/.ready ## Compare generated operations on every store with an independent model
 	cargo test --release --locked -p etkv-tests --test 'on_*'
-test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, with debug assertions
+test-rust: .venv/.ready ## Run Rust's tests; those of the core also with debug assertions
 	@tools/test-rust
-test-cpp: build ## Run the tests of the C and C++ faces
+test-cpp: build ## Run the tests of the C and C++ interfaces
 	ctest --test-dir build/cmake --output-on-failure --parallel 2
-test-package: build model ## Build and run what others build on etkv: installed, within, from a wheel, by the docs
+test-package: build model ## Test etkv in other projects: installed, as a subdirectory, from a wheel, and by the docs
 	python tests/package/run.py build/cmake
 test-python: benches model ## Run the exporter's tests, and models against transformers
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-test-buckets: .venv/.ready ## Run the tests of stores in buckets, with a server of S3's protocol
+test-buckets: .venv/.ready ## Run the tests of prefix stores in buckets, with an S3 server
 	@tools/test-buckets
 test-threads: .venv/.ready ## Run the caches' tests on many threads under ThreadSanitizer; needs rust-src
 	@tools/test-threads
-test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address and undefined-behaviour checks
+test-sanitize: .venv/.ready ## Run the tests of the C and C++ interfaces with address and undefined-behaviour checks
 	@test -f build/sanitize/build.ninja || cmake -S . -B build/sanitize -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) -DETKV_SANITIZE=ON
 	@env -u MAKEFLAGS cmake --build build/sanitize
 	ctest --test-dir build/sanitize --output-on-failure
-# Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
+# Needs no Mac: clang, macOS's headers and the wheels for macOS come from PyPI, to build/macos.
 test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects
 	python tests/macos/check.py
 test-macos-short: build
 	python tests/macos/check.py --short
-test-long: benches model ## Run what takes hours: millions of operations, every program, damaged programs, long answers
+test-long: benches model ## Run tests that take hours: millions of operations, every program, damaged programs, long answers
 	@tools/test-long
-upstream-ops: build ## Run ExecuTorch's own tests of MLX operations: UPSTREAM='--op Softmax'
+upstream-ops: build ## Run ExecuTorch's tests of MLX operations: UPSTREAM='--op Softmax'
 	python -m tests.upstream_ops $(UPSTREAM)
 fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--programs 100000 --first 1"
 	python -m tests.upstream_ops.damage $(FUZZ)
-# Each seed has 20 files.
-fuzz-files: .venv/.ready ## Load damaged files of caches with recurrent layers: FILES=100000 FIRST=5000, a seed
+# Each seed damages 20 files.
+fuzz-files: .venv/.ready ## Load damaged files of caches with recurrent layers: FILES=100000 FIRST=5000 (the first seed)
 	ETKV_FIRST=$(or $(FIRST),0) ETKV_RUNS=$$(($(or $(FILES),20000) / 20)) nice cargo test --release --locked -p etkv-tests --no-default-features \
 	  --config tools/checked.toml --test damaged_files -- --nocapture
 kill-saves: .venv/.ready ## Kill processes that save caches with recurrent layers: KILLS=1000
@@ -122,24 +122,24 @@ kill-saves: .venv/.ready ## Kill processes that save caches with recurrent layer
 
 benches: build
 	@$(NINJA) --target etkv_benches
-bench: benches model ## Compare speed and memory, side by side: a report in build/bench, an hour
+bench: benches model ## Compare speed and memory with other programs: writes build/bench, takes an hour
 	python -m benches.run $(BENCH)
 	python benches/cpu_peers.py $(if $(wildcard build/llama/bin/python),--llama-python build/llama/bin/python)
-bench-pack: benches ## Make a folder that runs the benchmark elsewhere, as on an NVIDIA GPU
+bench-pack: benches ## Pack the benchmark for another machine, such as one with an NVIDIA GPU
 	python benches/pack.py
-# SIGILL from it on a virtual machine: benches/cpu_peers.py says how to build it then.
+# If llama.cpp ends with SIGILL on a virtual machine, see benches/cpu_peers.py for a build that works.
 bench-llama: .venv/.ready ## Build llama.cpp for `make bench`, in build/llama
 	@test -x build/llama/bin/python || python -m venv build/llama
 	build/llama/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
-bench-lengths: benches model ## Measure steps at lengths that were not run before
+bench-lengths: benches model ## Measure steps of lengths that were not run before
 	@build/cmake/benches/etkv_lengths $(MODEL)/model.pte
-bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
+bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every cache kind and format
 	cargo bench --locked -p etkv-benches
-bench-speculation: build model ## Measure what speculative decoding takes and brings
+bench-speculation: build model ## Measure the cost and gain of speculative decoding
 	python benches/speculation.py
-bench-restart: build model ## Measure a prompt after a restart, read and from a store
+bench-restart: build model ## Measure a prompt after a restart, without and with a prefix store
 	python benches/restart.py $(MODEL)/model.pte
 bench-threads: benches model ## Measure how far the steps of two programs overlap
 	@build/cmake/benches/etkv_two_programs $(MODEL)/model.pte
-clean: ## Remove what was built; .venv/ and exported models stay
+clean: ## Remove build outputs; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -1,11 +1,11 @@
-# The MLX and the ExecuTorch that pip has installed, as targets etkv::mlx,
-# etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. Used by
-# etkv's own build and, installed, by etkvConfig.cmake.
+# Targets for the MLX and the ExecuTorch that pip has installed: etkv::mlx,
+# etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. etkv's build
+# uses this file, and so does the installed etkvConfig.cmake.
 #
 # Search order:
-#   ETKV_MLX_DIR, ETKV_EXECUTORCH_DIR   their folders `mlx` and `executorch`
-#   ETKV_PYTHON                         a Python that has them; also from the
-#                                       environment. Otherwise `python3`.
+#   ETKV_MLX_DIR, ETKV_EXECUTORCH_DIR   the folders `mlx` and `executorch`
+#   ETKV_PYTHON                         a Python that has them: a CMake variable or
+#                                       an environment variable; else `python3`
 # The C++ interfaces of both change from release to release, so exact releases are
 # required.
 include_guard(GLOBAL)
@@ -18,8 +18,8 @@ set_property(GLOBAL PROPERTY ETKV_MLX_FILE include/mlx)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_FILE include/executorch)
 set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_FILE lib/libscipy_openblas.so)
 
-# etkv_package_folder(NAME PIP DIR WHY): DIR becomes the folder of the Python
-# package NAME, or "", and then WHY says what to do.
+# etkv_package_folder(NAME PIP DIR WHY): sets DIR to the folder of the Python
+# package NAME. If there is none, sets DIR to "" and WHY to an error message.
 function(etkv_package_folder name pip dir why)
   string(TOUPPER ${name} upper)
   get_property(version GLOBAL PROPERTY ETKV_${upper}_VERSION)
@@ -59,7 +59,8 @@ folder `${name}`."
       PARENT_SCOPE)
 endfunction()
 
-# etkv_check_release(NAME PIP DIR FOUND WHY)
+# etkv_check_release(NAME PIP DIR FOUND WHY): sets WHY to an error message if FOUND is
+# not the required release.
 function(etkv_check_release name pip dir found why)
   string(TOUPPER ${name} upper)
   get_property(version GLOBAL PROPERTY ETKV_${upper}_VERSION)
@@ -73,10 +74,10 @@ ETKV_${upper}_DIR elsewhere."
 endfunction()
 
 # etkv_shared_library(TARGET FILE): an imported library that a program links even if it
-# uses no symbol of it.
+# uses none of its symbols.
 #
 # A program's run path applies only to libraries that the program itself needs, not to
-# theirs. So the program links MLX, and libetkv finds it loaded.
+# their dependencies. So the program links MLX, and libetkv finds it already loaded.
 function(etkv_shared_library target file)
   add_library(${target} SHARED IMPORTED GLOBAL)
   set_property(TARGET ${target} PROPERTY IMPORTED_LOCATION ${file})
@@ -87,7 +88,7 @@ function(etkv_shared_library target file)
   endif()
 endfunction()
 
-# etkv_find_mlx(WHY): makes etkv::mlx, or WHY says what to do.
+# etkv_find_mlx(WHY): creates etkv::mlx, or sets WHY to an error message.
 function(etkv_find_mlx why)
   set(${why} "" PARENT_SCOPE)
   if(TARGET etkv::mlx)
@@ -124,8 +125,8 @@ function(etkv_find_mlx why)
   endif()
 endfunction()
 
-# etkv_find_openblas(DIR WHY): DIR becomes the folder of libscipy_openblas.so, or
-# "", and then WHY says what to do.
+# etkv_find_openblas(DIR WHY): sets DIR to the folder of libscipy_openblas.so. If there
+# is none, sets DIR to "" and WHY to an error message.
 function(etkv_find_openblas dir why)
   etkv_package_folder(scipy_openblas32 scipy-openblas32 folder problem)
   set(${why} "${problem}" PARENT_SCOPE)
@@ -135,7 +136,7 @@ function(etkv_find_openblas dir why)
   endif()
 endfunction()
 
-# etkv_find_executorch(WHY): makes etkv::executorch, or WHY says what to do.
+# etkv_find_executorch(WHY): creates etkv::executorch, or sets WHY to an error message.
 function(etkv_find_executorch why)
   set(${why} "" PARENT_SCOPE)
   if(TARGET etkv::executorch)
@@ -161,7 +162,7 @@ function(etkv_find_executorch why)
     etkv::executorch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES
       "${dir}/include;${dir}/include/executorch/runtime/core/portable_type/c10"
-    # As in the wheel's own CMake package. Without the second definition, classes are
+    # As in the wheel's CMake package. Without the second definition, classes would be
     # smaller in the program than in the library.
     INTERFACE_COMPILE_DEFINITIONS
       "C10_USING_CUSTOM_GENERATED_MACROS;ET_EVENT_TRACER_ENABLED"

@@ -1,8 +1,8 @@
-# `cmake --install`: a tree that can be moved, with a CMake package and a
-# pkg-config file.
+# `cmake --install` writes a relocatable tree with a CMake package and a pkg-config
+# file.
 
 if(SKBUILD)
-  # A wheel has only what Python loads.
+  # A wheel contains only the files that Python loads.
   install(
     TARGETS etkv etkv_mlx_backend etkv_cpu_backend
     LIBRARY DESTINATION lib COMPONENT python)
@@ -27,7 +27,7 @@ if(TARGET etkv_blas)
   install(TARGETS etkv_blas EXPORT etkvTargets)
 endif()
 install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
-# A separate export, so that a program without ExecuTorch can load the one above.
+# A separate export, so that a program without ExecuTorch can load etkvTargets.
 if(TARGET etkv_delegate)
   install(TARGETS etkv_delegate EXPORT etkv_delegateTargets)
   install(EXPORT etkv_delegateTargets NAMESPACE etkv:: DESTINATION ${package_dir})
@@ -52,7 +52,7 @@ install(
 if(NOT ETKV_MLX)
   return()
 endif()
-# pkg-config cannot search for MLX, so the file names the MLX of the build, in a
+# pkg-config cannot search for MLX, so the file has the folder of the build's MLX in a
 # variable that users can override.
 get_target_property(ETKV_MLX_LIBRARY etkv::mlx IMPORTED_LOCATION)
 cmake_path(GET ETKV_MLX_LIBRARY PARENT_PATH ETKV_MLX_LIBDIR)
@@ -63,7 +63,7 @@ if(APPLE)
   set(ETKV_PC_MLX "-L\${mlxlibdir} -lmlx")
   set(ETKV_PC_PRIVATE "-lc++")
 else()
-  # As in CMake: the program links MLX itself, so that its run path applies. etkv_blas
+  # As with CMake, the program itself links MLX, so that its run path applies. etkv_blas
   # exists on Linux only.
   set(ETKV_PC_BLAS "")
   if(TARGET etkv_blas)

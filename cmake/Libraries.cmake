@@ -13,7 +13,7 @@ endif()
 
 etkv_rust_library(etkv_rust PACKAGE etkv-capi LIBRARY libetkv_capi.a)
 
-# Compiled once for both kinds of library.
+# Objects that are compiled once for the shared and the static library.
 function(etkv_objects name source)
   add_library(${name} OBJECT ${source})
   set_target_properties(
@@ -32,7 +32,7 @@ endfunction()
 function(etkv_shared name exports)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
   if(NOT SKBUILD)
-    # A wheel has no symbolic links, and no second version beside its own.
+    # A wheel has no symbolic links, and contains only one version.
     set_target_properties(
       ${name} PROPERTIES
       VERSION ${PROJECT_VERSION}
@@ -46,7 +46,8 @@ function(etkv_shared name exports)
     set(file ${PROJECT_SOURCE_DIR}/${exports}.map)
     target_link_options(
       ${name} PRIVATE -Wl,--version-script=${file} -Wl,-z,defs)
-    # Each library finds the other beside it; the program finds MLX and ExecuTorch.
+    # etkv's libraries find each other in the same folder; the program finds MLX and
+    # ExecuTorch.
     set_property(TARGET ${name} PROPERTY INSTALL_RPATH $ORIGIN)
   endif()
   set_property(TARGET ${name} APPEND PROPERTY LINK_DEPENDS ${file})
@@ -58,7 +59,7 @@ set(etkv_includes
 
 # ---- Matrix products on the CPU -------------------------------------------------
 
-# A program must load it before libmlx, whose matrix products it replaces.
+# Replaces matrix products of libmlx, so a program must load it before libmlx.
 if(ETKV_MLX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   add_library(etkv_blas SHARED crates/mlx-sys/shim/blas.c)
   add_library(etkv::blas ALIAS etkv_blas)
@@ -75,12 +76,12 @@ if(ETKV_MLX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   if(openblas)
     set_property(TARGET etkv_blas PROPERTY BUILD_RPATH ${openblas})
   else()
-    message(STATUS "MLX's own BLAS is used on the CPU, which is slow. ${problem}")
+    message(STATUS "On the CPU, the slow BLAS of MLX's wheel is used. ${problem}")
   endif()
   if(SKBUILD)
-    # Beside etkv in a folder of Python packages. Elsewhere LD_LIBRARY_PATH or ETKV_BLAS
-    # leads to it, because the program's run path does not apply to a library that this
-    # one opens.
+    # OpenBLAS is next to etkv in the folder of Python packages. In other installations
+    # LD_LIBRARY_PATH or ETKV_BLAS leads to it, because the program's run path does not
+    # apply to a library that this one opens.
     set_property(
       TARGET etkv_blas APPEND PROPERTY INSTALL_RPATH
       $ORIGIN/../../scipy_openblas32/lib)
@@ -93,14 +94,14 @@ add_library(etkv SHARED)
 add_library(etkv::etkv ALIAS etkv)
 etkv_shared(etkv cpp/exports)
 target_include_directories(etkv INTERFACE ${etkv_includes})
-# Nothing in the library calls Rust's part, so link all of the archive. Only the C
+# Nothing in the library calls the Rust archive, so link all of it. Only the C
 # interface is exported.
 target_link_libraries(
   etkv
   PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_rust>
   PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> $<TARGET_NAME_IF_EXISTS:etkv::mlx>)
 
-# The tables by which Python calls the C interface, beside the library.
+# The tables with which Python calls the C interface, next to the library.
 if(ETKV_MLX AND PROJECT_IS_TOP_LEVEL)
   execute_process(
     COMMAND ${ETKV_PYTHON} -c "import cffi"
@@ -126,7 +127,7 @@ if(ETKV_MLX AND PROJECT_IS_TOP_LEVEL)
   endif()
 endif()
 
-# Rust's archive needs MLX, the C++ library, and system libraries.
+# The Rust archive needs MLX, the C++ standard library, and system libraries.
 add_library(etkv_static INTERFACE)
 add_library(etkv::etkv_static ALIAS etkv_static)
 target_include_directories(etkv_static INTERFACE ${etkv_includes})
@@ -143,7 +144,7 @@ else()
 endif()
 
 if(NOT ETKV_BUILD_MLX_BACKEND AND NOT ETKV_BUILD_CPU_BACKEND)
-  file(CONFIGURE OUTPUT empty.cpp CONTENT "// Everything is in the archive.\n")
+  file(CONFIGURE OUTPUT empty.cpp CONTENT "// All code is in the archive.\n")
   target_sources(etkv PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/empty.cpp)
   return()
 endif()
@@ -154,13 +155,13 @@ etkv_objects(etkv_interpreter cpp/interpreter.cpp)
 target_compile_definitions(etkv_interpreter PRIVATE ETKV_BUILDING)
 target_include_directories(
   etkv_interpreter PRIVATE ${ETKV_CARGO_TARGET_DIR}/cxxbridge)
-# The bridge's headers are made by the package's build script.
+# The package's build script writes the bridge's headers.
 add_dependencies(etkv_interpreter etkv_rust_build)
 target_sources(etkv PRIVATE $<TARGET_OBJECTS:etkv_interpreter>)
 
 etkv_objects(etkv_delegate_objects cpp/delegate.cpp)
 target_link_libraries(etkv_delegate_objects PRIVATE etkv::executorch)
-# Settings of all static backends.
+# Common to all static backends.
 add_library(
   etkv_delegate STATIC
   $<TARGET_OBJECTS:etkv_delegate_objects> $<TARGET_OBJECTS:etkv_interpreter>)
@@ -168,8 +169,8 @@ set_target_properties(
   etkv_delegate PROPERTIES LINKER_LANGUAGE CXX EXPORT_NAME delegate)
 target_link_libraries(etkv_delegate INTERFACE etkv_static)
 
-# etkv_backend(NAME libraries...): etkv::NAME and etkv::NAME_static, with the
-# libraries of ExecuTorch that programs of the backend need.
+# etkv_backend(NAME libraries...): creates etkv::NAME and etkv::NAME_static, with the
+# ExecuTorch libraries that programs of the backend need.
 function(etkv_backend name)
   etkv_objects(etkv_${name}_objects cpp/${name}.cpp)
   target_link_libraries(etkv_${name}_objects PRIVATE etkv::executorch)
@@ -181,8 +182,8 @@ function(etkv_backend name)
   set_target_properties(etkv_${name} PROPERTIES EXPORT_NAME ${name})
   etkv_shared(etkv_${name} cpp/nothing)
   target_link_libraries(etkv_${name} PUBLIC etkv etkv::executorch ${ARGN})
-  # It registers itself when it is loaded, and programs use no symbol of it. So tell the
-  # linker to keep it.
+  # The library registers itself when it is loaded, and programs use none of its symbols.
+  # So tell the linker to keep it.
   if(NOT APPLE)
     target_link_options(
       etkv_${name} INTERFACE
@@ -196,7 +197,7 @@ function(etkv_backend name)
     LINKER_LANGUAGE CXX
     OUTPUT_NAME etkv_${name}
     EXPORT_NAME ${name}_archive)
-  # The same for a linker that takes only used objects from an archive.
+  # Likewise, tell the linker to keep objects of the archive that nothing uses.
   add_library(etkv_${name}_static INTERFACE)
   add_library(etkv::${name}_static ALIAS etkv_${name}_static)
   set_target_properties(

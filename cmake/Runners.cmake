@@ -1,11 +1,11 @@
-# The example runners and the test tools: C++ on ExecuTorch's Module, against
-# etkv as an application would use it.
+# The example runners and the test tools: C++ programs on ExecuTorch's Module that use
+# etkv like an application.
 
-# Nearly all of the compile time goes into ExecuTorch's headers.
-option(ETKV_UNITY "Compile the examples' common sources several at a time, and headers of tests once" ON)
+# Nearly all of the compile time is for ExecuTorch's headers.
+option(ETKV_UNITY "Use unity builds for the examples, and precompiled headers for tests" ON)
 set(unity UNITY_BUILD ${ETKV_UNITY} UNITY_BUILD_BATCH_SIZE 8)
 
-# etkv_program(NAME sources...): one executable, with the project's warnings.
+# etkv_program(NAME sources...): an executable with the project's warnings.
 function(etkv_program name)
   add_executable(${name} ${ARGN})
   set_target_properties(
@@ -38,7 +38,7 @@ target_link_libraries(
 if(NOT APPLE)
   target_link_libraries(etkv_tokenizer PRIVATE dl pthread m)
 endif()
-# The bridge's header is made by the package's build script.
+# The package's build script writes the bridge's header.
 add_dependencies(etkv_tokenizer etkv_tokenizer_rust_build)
 
 file(
@@ -76,9 +76,9 @@ target_link_libraries(etkv_tokenize PRIVATE etkv_tokenizer)
 
 etkv_runner(etkv_minimal examples/minimal.cpp)
 
-# Benchmarks, built only for `make bench` and their own commands: steps of new lengths,
-# two programs on two threads, steps of several sequences, and attention on a cache
-# against MLX alone.
+# Benchmarks, built only for `make bench` and for their own commands: captured steps,
+# steps of new lengths, two programs on two threads, steps of several sequences, and
+# attention on a cache compared with MLX alone.
 etkv_runner(etkv_lengths benches/lengths.cpp)
 etkv_runner(etkv_captured benches/captured/main.cpp benches/captured/generated.cpp
   benches/captured/shared.cpp)

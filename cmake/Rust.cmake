@@ -1,20 +1,20 @@
-# Cargo's libraries as CMake targets. Cargo decides what is out of date.
+# CMake targets for libraries that Cargo builds. Cargo decides what is out of date.
 
 find_program(ETKV_CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
 if(NOT ETKV_CARGO)
-  message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install it from https://rustup.rs, or set ETKV_CARGO")
+  message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install Rust from https://rustup.rs, or set ETKV_CARGO")
 endif()
 
-# All packages are built at once, so that common crates are built once, with the
-# features that any of them needs.
+# One cargo command builds all packages, so that common crates are built only once, with
+# the features that any package needs.
 set(packages --package etkv-capi)
 if(ETKV_BUILD_EXAMPLES)
   list(APPEND packages --package etkv-tokenizer)
 endif()
-set(ETKV_RUST_PACKAGES ${packages} CACHE STRING "The packages that Cargo is asked for")
+set(ETKV_RUST_PACKAGES ${packages} CACHE STRING "The packages that Cargo builds")
 mark_as_advanced(ETKV_RUST_PACKAGES)
 
-# Cargo's defaults, unless something is left out.
+# Default features, unless a part is disabled.
 set(ETKV_RUST_FEATURES "")
 if(NOT ETKV_MLX AND ETKV_BUILD_CPU_BACKEND)
   set(ETKV_RUST_FEATURES --no-default-features --features etkv-capi/delegate)
@@ -31,8 +31,7 @@ endif()
 function(etkv_rust_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "")
   set(library ${ETKV_CARGO_TARGET_DIR}/release/${arg_LIBRARY})
-  # Cargo rebuilds what was built in another environment, so pass on exactly these
-  # variables.
+  # Cargo rebuilds crates if the environment differs, so pass exactly these variables.
   set(environment ETKV_PYTHON=${ETKV_PYTHON})
   if(ETKV_MLX_DIR)
     list(APPEND environment ETKV_MLX_DIR=${ETKV_MLX_DIR})
@@ -41,8 +40,8 @@ function(etkv_rust_library target)
     list(APPEND environment MACOSX_DEPLOYMENT_TARGET=${CMAKE_OSX_DEPLOYMENT_TARGET})
   endif()
   if(SKBUILD)
-    # scikit-build-core sets the compilers that Python was built with. Unset them, so
-    # that Cargo finds those of a plain build.
+    # scikit-build-core sets the compilers that Python was built with. Unset them, so that
+    # Cargo uses the same compilers as in other builds.
     list(PREPEND environment --unset=CC --unset=CXX)
   endif()
   add_custom_target(

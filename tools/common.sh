@@ -1,7 +1,7 @@
-# Shared by the commands of this folder.
+# Functions of the scripts in this folder.
 
-# Runs a command for at most a number of seconds, compilation included: bounded SECONDS COMMAND… Cargo cannot read
-# make's list of jobs, and would say so for each crate with examples in its docs.
+# bounded SECONDS COMMAND…: runs a command with a time limit, which includes compilation. Cargo cannot use make's job
+# server, and would print a warning for each crate with examples in its docs.
 bounded() {
   env -u MAKEFLAGS -u MFLAGS python tests/package/bounded.py "$@"
 }

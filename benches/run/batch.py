@@ -19,8 +19,8 @@ def measure(bench: Bench) -> Topic:
         NAME,
         "Several sequences a step",
         "Each sequence has a different prompt; all prompts have the same length, so that mlx-lm needs no padding. "
-        "Tokens a second are those of all sequences together. Like mlx-lm's own loop, etkv starts a step before the host "
-        "has read the last tokens.",
+        "Tokens a second are those of all sequences together. Like mlx-lm's own loop, etkv starts a step before the "
+        "host has read the last tokens.",
     )
     model = bench.models[0]
     sizes = bench.choose(quick=[1, 4], cpu=[1, 4, 16, 64], gpu=[1, 2, 4, 8, 16, 32, 64])
