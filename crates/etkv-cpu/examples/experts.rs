@@ -8,7 +8,7 @@ use std::error::Error;
 use std::hint::black_box;
 
 use etkv_cpu::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
-use etkv_cpu::linear::WeightFormat;
+use etkv_cpu::linear::{Scales, WeightFormat};
 use etkv_cpu::Parallel;
 use measure::{seconds, sum, threads, weights, Random};
 
@@ -20,8 +20,8 @@ const K: usize = 8;
 fn main() -> Result<(), Box<dyn Error>> {
     let threads = threads()?;
     let formats = [
-        ("int4", WeightFormat::Int4 { group: 32 }),
-        ("int8", WeightFormat::Int8 { group: 32 }),
+        ("int4", WeightFormat::Int4 { group: 32, scales: Scales::Bf16 }),
+        ("int8", WeightFormat::Int8 { group: 32, scales: Scales::Bf16 }),
         ("bfloat16", WeightFormat::Bf16),
     ];
     for (name, weights_format) in formats {
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             n_experts: if name == "bfloat16" { 32 } else { 128 },
             hidden: 2048,
             intermediate: 768,
-            weights: weights_format,
+            weights: [weights_format; 2],
             activation: Activation {
                 function: Function::Silu,
                 gated: true,

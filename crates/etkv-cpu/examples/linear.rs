@@ -7,7 +7,7 @@
 use std::error::Error;
 use std::hint::black_box;
 
-use etkv_cpu::linear::{multiply_into, Linear, Product, WeightFormat, Workspace};
+use etkv_cpu::linear::{multiply_into, Linear, Product, Scales, WeightFormat, Workspace};
 use etkv_cpu::Parallel;
 use measure::{seconds, sum, threads, weights, Random};
 
@@ -28,8 +28,10 @@ const SIZE: usize = 256 << 20;
 fn main() -> Result<(), Box<dyn Error>> {
     let threads = threads()?;
     let formats = [
-        ("int4", WeightFormat::Int4 { group: 32 }),
-        ("int8", WeightFormat::Int8 { group: 64 }),
+        ("int4", WeightFormat::Int4 { group: 32, scales: Scales::Bf16 }),
+        ("int4 f16", WeightFormat::Int4 { group: 32, scales: Scales::F16 }),
+        ("int4 f32", WeightFormat::Int4 { group: 32, scales: Scales::F32 }),
+        ("int8", WeightFormat::Int8 { group: 64, scales: Scales::Bf16 }),
         ("bfloat16", WeightFormat::Bf16),
     ];
     for (name, format) in formats {

@@ -1,4 +1,4 @@
-//! Tensors as programs pass them.
+//! Tensors that programs pass.
 
 use std::ffi::c_void;
 
@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use crate::floats::{load_bf16, load_f16, load_f32};
 
-/// The dtype of a tensor's elements.
+/// The element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dtype {
     /// IEEE binary32.
@@ -28,7 +28,7 @@ impl Dtype {
         }
     }
 
-    /// Converts a row of elements in memory.
+    /// Converts the bytes of a row to float32.
     pub(crate) fn load(self, bytes: &[u8], out: &mut [f32]) {
         match self {
             Self::F32 => load_f32(bytes, out),
@@ -92,13 +92,13 @@ enum Data {
     Borrowed { start: *const u8, dtype: Dtype },
 }
 
-/// Rows as programs pass them, `[1, heads, T, dim]` in float32, float16 or bfloat16, in their own memory or a
-/// program's. Axes may lie in any order in memory.
+/// A tensor `[1, heads, T, dim]` in float32, float16 or bfloat16, in owned memory or in a program's memory.
+/// It may have any strides.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     data: Data,
     shape: [i32; 4],
-    /// Elements from one index to the next, for each axis.
+    /// The stride of each axis, in elements.
     strides: [isize; 4],
 }
 
@@ -106,7 +106,7 @@ impl Tensor {
     /// Returns a tensor of these elements, in row-major order.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) if the shape has another number of elements.
+    /// [`Shape`](etkv_core::Status::Shape) if the number of elements is not that of the shape.
     pub fn new(shape: [i32; 4], values: impl Into<Values>) -> Result<Self> {
         let values = values.into();
         let n = count(shape)?;
@@ -120,15 +120,15 @@ impl Tensor {
         Ok(Self { data: Data::Owned(values), shape, strides })
     }
 
-    /// Returns a tensor over borrowed memory: the element at an index lies the sum of `strides` times the
-    /// index after `start`, in elements.
+    /// Returns a tensor over borrowed memory. `start` points to the element at index 0, and `strides` are in
+    /// elements.
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) for a negative size.
     ///
     /// # Safety
-    /// Until the tensor is dropped, all elements are initialized and readable in one allocation, are aligned
-    /// to their dtype, and are not written. Without elements `start` may be anything.
+    /// Until the tensor is dropped, all elements must be in one allocation, be initialized, be aligned to
+    /// their dtype, and not be written. If the tensor has no elements, `start` may be any pointer.
     pub unsafe fn borrowed(
         start: *const c_void,
         dtype: Dtype,
@@ -166,8 +166,17 @@ impl Tensor {
         values
     }
 
-    /// Passes each row of the first batch to `take`, in float32: its index in `T`, its head, its elements.
-    /// `row` has room for one row.
+    /// Returns whether each row begins with the elements of the same row of `other`, in float32, NaN included.
+    pub(crate) fn begins_with(&self, other: &Self) -> bool {
+        let [rows, first] =
+            [self, other].map(|tensor| (tensor.to_f32(), tensor.shape[3].max(1) as usize));
+        let pairs = rows.0.chunks_exact(rows.1).zip(first.0.chunks_exact(first.1));
+        let same = |(a, b): (&f32, &f32)| a == b || (a.is_nan() && b.is_nan());
+        pairs.into_iter().all(|(row, first)| row.iter().zip(first).all(same))
+    }
+
+    /// Passes each row of the first batch to `take`: its index in `T`, its head, and its elements in float32.
+    /// `row` must have the length of a row.
     pub(crate) fn for_each_row(&self, row: &mut [f32], mut take: impl FnMut(usize, usize, &[f32])) {
         let [batch, heads, n, dim] = self.shape.map(|size| size as usize);
         let row = &mut row[..dim];
@@ -180,7 +189,8 @@ impl Tensor {
         }
     }
 
-    /// Does the same with the bytes of rows whose elements are contiguous. Returns whether they are.
+    /// The same with the bytes of rows. Returns false, without calls, if the elements of rows are not
+    /// contiguous.
     pub(crate) fn for_each_run(&self, mut take: impl FnMut(usize, usize, &[u8])) -> bool {
         let [batch, heads, n, _] = self.shape.map(|size| size as usize);
         if !self.has_runs() {
@@ -195,12 +205,12 @@ impl Tensor {
         true
     }
 
-    /// Returns the distances between elements along each axis, in elements.
+    /// Returns the stride of each axis, in elements.
     pub(crate) fn strides(&self) -> &[isize; 4] {
         &self.strides
     }
 
-    /// Returns where the first element is.
+    /// Returns the address of the first element.
     pub(crate) fn start(&self) -> *const u8 {
         match &self.data {
             Data::Owned(Values::F32(values)) => values.as_ptr().cast(),
@@ -218,29 +228,29 @@ impl Tensor {
     /// Returns the first element of a row.
     ///
     /// # Safety
-    /// The element exists.
+    /// The element must exist.
     unsafe fn element(&self, index: [usize; 3]) -> *const u8 {
         let along = index.iter().zip(&self.strides);
         let offset: isize = along.map(|(&at, stride)| at as isize * stride).sum();
-        // SAFETY: the element lies in the same allocation, by the contracts of the constructors.
+        // SAFETY: the constructors ensure that the element is in the same allocation.
         unsafe { self.start().offset(offset * self.dtype().size() as isize) }
     }
 
     /// Returns the bytes of a row.
     ///
     /// # Safety
-    /// The index is inside the shape, and rows are contiguous.
+    /// The index must be inside the shape, and rows must be contiguous.
     unsafe fn run(&self, index: [usize; 3]) -> &[u8] {
         let size = self.shape[3] as usize * self.dtype().size();
         if size == 0 {
             return &[];
         }
-        // SAFETY: the elements of the row are initialized and not written while they are borrowed, by the
-        // contracts of the constructors.
+        // SAFETY: the constructors ensure that the elements of the row are initialized, and not written while
+        // they are borrowed.
         unsafe { std::slice::from_raw_parts(self.element(index), size) }
     }
 
-    /// Converts a row with the length of `out`.
+    /// Converts a row to float32. `out` must have the length of the row.
     ///
     /// # Safety
     /// The index is inside the shape.
@@ -251,10 +261,10 @@ impl Tensor {
             return dtype.load(unsafe { self.run(index) }, out);
         }
         let step = self.strides[3] * dtype.size() as isize;
-        // SAFETY: as for this function; without contiguous rows there are several elements.
+        // SAFETY: the caller ensures the same. The row has several elements, since it is not contiguous.
         let start = unsafe { self.element(index) };
         for (at, out) in (0..).zip(out) {
-            // SAFETY: the element belongs to the row, and has this size.
+            // SAFETY: the element is part of the row, and has this size.
             let bytes =
                 unsafe { std::slice::from_raw_parts(start.offset(at * step), dtype.size()) };
             dtype.load(bytes, std::slice::from_mut(out));
@@ -301,7 +311,7 @@ mod tests {
                 assert_eq!(row, values[(head * 2 + at) * 4..][..4]);
             }
         }
-        // [1, 2, 4, 3] in memory, seen as [1, 3, 2, 4].
+        // The memory is [1, 2, 4, 3], the view [1, 3, 2, 4].
         let transposed: Vec<f16> = (0..24)
             .map(|at| (at / 12, at / 3 % 4, at % 3))
             .map(|(n, dim, head)| f16::from_f32(values[(head * 2 + n) * 4 + dim]))
@@ -312,7 +322,7 @@ mod tests {
         assert_eq!(view.to_f32(), values);
         assert_eq!(rows(&view), rows(&tensors[0]));
         assert!(!view.for_each_run(|_, _, _| unreachable!()));
-        // Contiguous rows, their heads next to each other.
+        // Contiguous rows in the order of tokens.
         let side: Vec<f32> = (0..24)
             .map(|at| (at / 12, at / 4 % 3, at % 4))
             .map(|(n, head, dim)| values[(head * 2 + n) * 4 + dim])
@@ -335,7 +345,7 @@ mod tests {
         assert_eq!(error.status(), Status::Shape);
         assert!(error.message().contains("24") && error.message().contains("23"), "{error}");
         for shape in [[1, -1, 1, 1], [i32::MAX; 4]] {
-            // SAFETY: it is refused, so it is never read.
+            // SAFETY: the tensor is refused, so it is never read.
             let tensor = unsafe { Tensor::borrowed(std::ptr::null(), Dtype::F32, shape, [0; 4]) };
             assert_eq!(tensor.unwrap_err().status(), Status::Shape);
         }

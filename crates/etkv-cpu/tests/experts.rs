@@ -12,6 +12,7 @@ use etkv_cpu::Serial;
 use etkv_delegate::{Argument, LoadOptions};
 
 const BYTE: i8 = 0;
+const BFLOAT16: i8 = 15;
 
 /// Two experts without a gate, with 4 elements and 16 intermediate elements.
 const PAYLOAD: &str = r#"{"op": "routed_experts", "n_experts": 2, "hidden": 4, "intermediate": 16,
@@ -84,6 +85,22 @@ fn outputs_are_sums_over_the_experts_of_a_token() {
 }
 
 #[test]
+fn products_may_have_two_formats() {
+    let formats = r#"["float32", "bfloat16"], "group_size": [0, 0]"#;
+    let text = PAYLOAD.replacen("\"float32\", \"group_size\": 0", formats, 1);
+    let tensors = Tensors::new();
+    // The upper half of a float32 number is a bfloat16 number.
+    let halves: Vec<u8> =
+        tensors.second.iter().flat_map(|x| x.to_le_bytes().split_at(2).1.to_vec()).collect();
+    let second = Argument::tensor(BFLOAT16, &[2, 1, 16, 16], halves.leak());
+    let mut call = load(&text).unwrap();
+    let found = tensors.call(&mut call, |inputs| inputs[4] = second).unwrap();
+    assert_eq!(found, tensors.call(&mut load(PAYLOAD).unwrap(), |_| {}).unwrap());
+    let error = tensors.call(&mut call, |_| {}).unwrap_err();
+    assert_eq!(error.status(), Status::Dtype, "{error}");
+}
+
+#[test]
 fn arguments_that_do_not_fit_are_refused() {
     let tensors = Tensors::new();
     let mut call = load(PAYLOAD).unwrap();
@@ -129,6 +146,14 @@ fn damaged_payloads_are_refused() {
         ("float32", "float16", "unknown variant `float16`"),
         ("\"float32\", \"group_size\": 0", "\"int4\", \"group_size\": 33", "group size"),
         ("\"float32\", \"group_size\": 0", "\"int4\", \"group_size\": 32", "does not divide"),
+        (
+            "\"float32\", \"group",
+            "[\"float32\", \"int4_float64\"], \"group",
+            "unknown variant `int4_float64`",
+        ),
+        ("\"float32\", \"group", "[\"float32\", \"int4\"], \"group", "group size"),
+        ("\"float32\", \"group", "[\"float32\"], \"group", "invalid length 1"),
+        ("\"group_size\": 0", "\"group_size\": [0, 1, 2]", "invalid length 3"),
         ("relu", "tanh", "unknown variant `tanh`"),
         ("\"limit\": null", "\"limit\": -1.0", "a limit above 0"),
         ("\"alpha\": 1.0", "\"alpha\": 1e39", "a finite alpha"),

@@ -90,6 +90,36 @@ fn products_of_one_input() {
     assert_eq!(host.memory[1][17..35], [&[0.5; 17][..], &[0.0]].concat());
 }
 
+/// The name of a format tells the type of its scales, and so the size of its weights.
+#[test]
+fn scales_of_integers() {
+    let payload = r#"{"op": "linear", "columns": 32, "weights": "int4", "group_size": 32, "rows": [16],
+        "version": 1, "inputs": [0, 1, null]}"#;
+    // Codes of 9 are ones.
+    let codes = [0x99u8; 16 * 16];
+    let mut x = [0.0; 32];
+    x[5] = 127.0;
+    let run = |name: &str, scales: Vec<u8>| {
+        let mut call = load(&payload.replacen("int4", name, 1)).unwrap();
+        let weights = [&scales[..], &codes].concat();
+        let shape = [1, 1, weights.len() as i32];
+        let inputs = [
+            Argument::tensor(FLOAT, &[1, 32], bytes(&x)),
+            Argument::tensor(BYTE, &shape, &weights),
+        ];
+        let mut host = Outputs::default();
+        call.execute(&inputs, &[FLOAT], &mut host, &Serial).map(|()| host.memory[0][0] / 127.0)
+    };
+    // 0x3555 is a third in float16, and something else in bfloat16.
+    let third = f32::from_bits(0x3eaa_a000);
+    assert_eq!(run("int4_float16", [0x55, 0x35].repeat(16)).unwrap(), third);
+    assert_eq!(run("int4", [0xaa, 0x3e].repeat(16)).unwrap(), f32::from_bits(0x3eaa_0000));
+    assert_eq!(run("int4_float32", third.to_le_bytes().repeat(16)).unwrap(), third);
+    let error = run("int4_float32", [0x55, 0x35].repeat(16)).unwrap_err();
+    assert_eq!(error.status(), Status::Shape, "{error}");
+    assert!(error.message().contains("weights: expected 320 numbers or bytes, got 288"), "{error}");
+}
+
 #[test]
 fn rows_of_an_embedding() {
     let (mut call, table) = (load(EMBEDDING).unwrap(), weights(2));
@@ -156,6 +186,8 @@ fn damaged_payloads_are_refused() {
         (LINEAR, "2, null]", "5, null]", "from 0 to 4"),
         (LINEAR, "[0, 1, 3", "[0, null, 3", "input 1 of a call is absent"),
         (LINEAR, "float32", "float16", "unknown variant `float16`"),
+        (LINEAR, "float32", "int4_float64", "unknown variant `int4_float64`"),
+        (LINEAR, "float32", "int8_float16", "group size: expected a multiple of 32"),
         (EMBEDDING, "\"rows\": 17", "\"rows\": 0", "rows: expected 1 to"),
         (EMBEDDING, "[0, 1]", "[0, 2]", "from 0 to 1"),
         (EMBEDDING, "\"width\": 4, ", "", "missing field `width`"),

@@ -75,10 +75,10 @@ pub(super) fn route_with(
     // About ten microseconds of work are not worth waking a thread.
     let work = experts.hidden * experts.intermediate * routing.chosen.len();
     let parallel = if work < 1 << 15 { &Serial } else { parallel };
-    let tiles = Tiles::of(instructions, experts.weights);
+    let [first, second] = experts.weights.map(|format| Tiles::of(instructions, format));
     let step = Step {
-        tiles,
-        most: tiles.most(),
+        most: first.most().min(second.most()),
+        tiles: [first, second],
         experts,
         inputs,
         routing,
@@ -116,16 +116,22 @@ fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
             fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
         }
     }
-    let alignment = experts.weights.alignment();
-    if [first, second].iter().any(|weights| weights.as_ptr().align_offset(alignment) != 0) {
-        fail!(Shape, "weights of experts: expected an address that is a multiple of {alignment}");
+    for (weights, format) in [first, second].iter().zip(experts.weights) {
+        let alignment = format.alignment();
+        if weights.as_ptr().align_offset(alignment) != 0 {
+            fail!(
+                Shape,
+                "weights of experts: expected an address that is a multiple of {alignment}"
+            );
+        }
     }
     Ok(())
 }
 
 /// A call, for its tasks.
 struct Step<'a> {
-    tiles: Tiles,
+    /// The kernels of both products.
+    tiles: [Tiles; 2],
     /// The most pairs of a block.
     most: usize,
     experts: &'a Experts,
@@ -151,7 +157,7 @@ impl Step<'_> {
         prepares.run(chosen.len(), &|at| self.pack(&chosen[at]));
 
         // A unit of the first products gives whole groups of the second ones' inputs.
-        let unit = self.experts.weights.group().unwrap_or(ROWS);
+        let unit = self.experts.weights[1].group().unwrap_or(ROWS);
         let n_units = self.experts.intermediate / unit;
         let each = (chosen.len() * n_units).div_ceil(TASKS * threads).clamp(1, n_units);
         let parts = n_units.div_ceil(each);
@@ -188,7 +194,7 @@ impl Step<'_> {
         };
         let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group));
         for ((from, codes), (scale, start)) in groups.zip(scales.iter_mut().zip(starts)) {
-            (*scale, *start) = self.tiles.quantize(from, codes);
+            (*scale, *start) = self.tiles[0].quantize(from, codes);
         }
     }
 
@@ -246,7 +252,7 @@ impl Step<'_> {
                 let (gates_at, ups_at) = (gates.as_mut_ptr(), ups.as_ptr());
                 // SAFETY: both have rows for all pairs of a block.
                 unsafe {
-                    self.tiles.enter(Activate {
+                    self.tiles[1].enter(Activate {
                         activation,
                         gates: gates_at,
                         ups: ups_at,
@@ -265,7 +271,7 @@ impl Step<'_> {
             if to.group != 0 {
                 for (i, row) in rows[..block.n].iter().enumerate() {
                     let mut codes = [0; MAX_GROUP];
-                    let (scale, start) = self.tiles.quantize(&row[..unit], &mut codes);
+                    let (scale, start) = self.tiles[1].quantize(&row[..unit], &mut codes);
                     // SAFETY: the columns of these pairs belong to this task.
                     unsafe {
                         to.put_integers(block, i, unit_at, &codes[..unit], &[scale], &[start]);
@@ -279,7 +285,7 @@ impl Step<'_> {
         let tiles = self.experts.first_tiles();
         let (weights, inputs) = (self.inputs.first, &self.pieces.first);
         // SAFETY: an earlier phase wrote the block.
-        unsafe { self.tiles.multiply(weights, expert * tiles + tile, inputs, block, sums) };
+        unsafe { self.tiles[0].multiply(weights, expert * tiles + tile, inputs, block, sums) };
         if let Some(bias) = self.inputs.first_bias {
             let bias = &bias[(expert * tiles + tile) * ROWS..][..ROWS];
             for sums in sums.chunks_exact_mut(ROWS).take(block.n) {
@@ -308,7 +314,7 @@ impl Step<'_> {
             let (weights, inputs) = (self.inputs.second, &self.pieces.second);
             // SAFETY: an earlier phase wrote the block.
             unsafe {
-                self.tiles.multiply(weights, expert * tiles + tile, inputs, block, &mut sums);
+                self.tiles[1].multiply(weights, expert * tiles + tile, inputs, block, &mut sums);
             }
             for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
                 if let Some(bias) = bias {

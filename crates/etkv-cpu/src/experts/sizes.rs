@@ -18,8 +18,8 @@ pub struct Experts {
     pub hidden: usize,
     /// Elements between the two products: whole tiles.
     pub intermediate: usize,
-    /// How their weights are stored.
-    pub weights: WeightFormat,
+    /// How the weights of the first products are stored, and those of the second.
+    pub weights: [WeightFormat; 2],
     /// What is computed between the products.
     pub activation: Activation,
 }
@@ -41,8 +41,8 @@ impl Experts {
         if intermediate % ROWS != 0 {
             fail!(Program, "intermediate: expected a multiple of {ROWS}, got {intermediate}");
         }
-        check_width(hidden, weights)?;
-        check_width(intermediate, weights)?;
+        check_width(hidden, weights[0])?;
+        check_width(intermediate, weights[1])?;
         self.activation.check()
     }
 
@@ -58,11 +58,11 @@ impl Experts {
 
     /// Returns the bytes of the weights of all experts' first products.
     pub fn first_size(&self) -> usize {
-        self.n_experts * self.first_tiles() * self.weights.tile_size(self.hidden)
+        self.n_experts * self.first_tiles() * self.weights[0].tile_size(self.hidden)
     }
 
     /// Returns the bytes of the weights of all experts' second products.
     pub fn second_size(&self) -> usize {
-        self.n_experts * self.second_tiles() * self.weights.tile_size(self.intermediate)
+        self.n_experts * self.second_tiles() * self.weights[1].tile_size(self.intermediate)
     }
 }

@@ -6,6 +6,7 @@ use super::routing::Routing;
 use super::sizes::Experts;
 use crate::linear;
 use crate::linear::blocks::Packed;
+use crate::linear::WeightFormat;
 use crate::memory::Memory;
 
 /// Memory for one call at a time. It grows to the size that the largest call needs, so steps of one shape allocate
@@ -57,13 +58,13 @@ impl Workspace {
 
 /// Returns the pieces of a block of memory, and its size.
 fn pieces(start: *mut u8, experts: &Experts, n_tokens: usize, n_pairs: usize) -> (Pieces, usize) {
-    let group = experts.weights.group();
+    let [group, second_group] = experts.weights.map(WeightFormat::group);
     let (hidden, intermediate) = (experts.hidden, experts.intermediate);
     let mut parts = linear::Pieces::at(start);
     let pieces = Pieces {
         tokens: parts.take(if group.is_some() { n_tokens } else { 0 }, hidden, group),
         first: parts.take(n_pairs, hidden, group),
-        second: parts.take(n_pairs, intermediate, group),
+        second: parts.take(n_pairs, intermediate, second_group),
     };
     (pieces, parts.size())
 }

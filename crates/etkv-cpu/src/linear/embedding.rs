@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, Result};
 
-use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS, SCALES};
+use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
 use crate::parallel::{Parallel, Serial};
 
 /// The tokens for whose rows a thread is woken.
@@ -48,22 +48,22 @@ impl Embedding {
                 let lane = numbers.iter().skip(lane).step_by(ROWS);
                 out.iter_mut().zip(lane).for_each(|(out, x)| *out = from_bf16(*x));
             }
-            WeightFormat::Int8 { group } => {
-                let groups = tile.chunks_exact(SCALES + ROWS * group);
+            WeightFormat::Int8 { group, scales } => {
+                let groups = tile.chunks_exact(scales.size() + ROWS * group);
                 for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
-                    let scale = from_bf16([packed[2 * lane], packed[2 * lane + 1]]);
-                    let (quads, _) = packed[SCALES..].as_chunks::<4>();
+                    let scale = scales.of_row(packed, lane);
+                    let (quads, _) = packed[scales.size()..].as_chunks::<4>();
                     let (out, _) = out.as_chunks_mut::<4>();
                     for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
                         *out = quad.map(|code| scale * (f32::from(code) - 128.0));
                     }
                 }
             }
-            WeightFormat::Int4 { group } => {
-                let groups = tile.chunks_exact(SCALES + ROWS * group / 2);
+            WeightFormat::Int4 { group, scales } => {
+                let groups = tile.chunks_exact(scales.size() + ROWS * group / 2);
                 for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
-                    let scale = from_bf16([packed[2 * lane], packed[2 * lane + 1]]);
-                    let (quads, _) = packed[SCALES..].as_chunks::<4>();
+                    let scale = scales.of_row(packed, lane);
+                    let (quads, _) = packed[scales.size()..].as_chunks::<4>();
                     let (out, _) = out.as_chunks_mut::<8>();
                     for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
                         for (j, &two) in quad.iter().enumerate() {

@@ -20,6 +20,6 @@ mod workspace;
 
 pub use embedding::{embed_into, Embedding};
 pub use run::{multiply_into, Linear, Product};
-pub use weights::WeightFormat;
+pub use weights::{Scales, WeightFormat};
 pub(crate) use workspace::Pieces;
 pub use workspace::{Workspace, Workspaces};

@@ -94,11 +94,13 @@ impl Tiles {
                 // SAFETY: the weights are those of a tile; the caller's.
                 unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
             }
-            WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => {
+            WeightFormat::Int8 { group, scales: stored }
+            | WeightFormat::Int4 { group, scales: stored } => {
                 let (scales, starts) = inputs.of_groups(block);
                 let tile = IntegerTile {
                     weights,
                     is_int4: matches!(self.format, WeightFormat::Int4 { .. }),
+                    stored,
                     n_groups: inputs.n_groups(),
                     group,
                     inputs: inputs.integers(block),

@@ -1,6 +1,7 @@
 //! How packed weights lie in memory.
 
 use etkv_core::{fail, Result};
+use half::{bf16, f16};
 
 /// The most elements of a row, and the most rows: more than any model has, and few enough that sizes in bytes
 /// fit 64 bits.
@@ -8,9 +9,6 @@ pub(crate) const MAX_SIZE: usize = 1 << 24;
 
 /// The rows of a tile of weights.
 pub const ROWS: usize = 16;
-
-/// The bytes of a tile's scales, in bfloat16, for one group.
-pub const SCALES: usize = 2 * ROWS;
 
 /// The largest group of weights that share a scale.
 pub const MAX_GROUP: usize = 256;
@@ -27,12 +25,50 @@ pub enum WeightFormat {
     Int8 {
         /// A multiple of 32.
         group: usize,
+        /// How their scales are stored.
+        scales: Scales,
     },
     /// The same with integers of 4 bits.
     Int4 {
         /// A multiple of 32.
         group: usize,
+        /// How their scales are stored.
+        scales: Scales,
     },
+}
+
+/// How the scales of a tile are stored, one for each row of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scales {
+    /// bfloat16.
+    Bf16,
+    /// IEEE binary16.
+    F16,
+    /// IEEE binary32.
+    F32,
+}
+
+impl Scales {
+    /// Returns the bytes before the codes of a group.
+    pub(crate) fn size(self) -> usize {
+        match self {
+            Self::Bf16 | Self::F16 => 2 * ROWS,
+            Self::F32 => 4 * ROWS,
+        }
+    }
+
+    /// Returns the scale of row `row` of a tile, of which `group` are the bytes of a group.
+    pub(crate) fn of_row(self, group: &[u8], row: usize) -> f32 {
+        let half = || [group[2 * row], group[2 * row + 1]];
+        match self {
+            Self::Bf16 => bf16::from_le_bytes(half()).to_f32_const(),
+            Self::F16 => f16::from_le_bytes(half()).to_f32_const(),
+            Self::F32 => {
+                let [a, b] = [4 * row, 4 * row + 2].map(|at| [group[at], group[at + 1]]);
+                f32::from_le_bytes([a[0], a[1], b[0], b[1]])
+            }
+        }
+    }
 }
 
 impl WeightFormat {
@@ -40,7 +76,7 @@ impl WeightFormat {
     pub fn group(self) -> Option<usize> {
         match self {
             Self::F32 | Self::Bf16 => None,
-            Self::Int8 { group } | Self::Int4 { group } => Some(group),
+            Self::Int8 { group, .. } | Self::Int4 { group, .. } => Some(group),
         }
     }
 
@@ -49,8 +85,8 @@ impl WeightFormat {
         match self {
             Self::F32 => 4 * ROWS * columns,
             Self::Bf16 => 2 * ROWS * columns,
-            Self::Int8 { group } => columns / group * (SCALES + ROWS * group),
-            Self::Int4 { group } => columns / group * (SCALES + ROWS * group / 2),
+            Self::Int8 { group, scales } => columns / group * (scales.size() + ROWS * group),
+            Self::Int4 { group, scales } => columns / group * (scales.size() + ROWS * group / 2),
         }
     }
 

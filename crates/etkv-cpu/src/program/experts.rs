@@ -69,8 +69,8 @@ impl ExpertsCall {
             k: k as usize,
             experts: chosen.bytes(),
             routing_weights: floats(factors, "factors")?,
-            first: packed(first, experts.weights)?,
-            second: packed(second, experts.weights)?,
+            first: packed(first, experts.weights[0])?,
+            second: packed(second, experts.weights[1])?,
             first_bias: first_bias.map(|bias| floats(bias, "biases")).transpose()?,
             second_bias: second_bias.map(|bias| floats(bias, "biases")).transpose()?,
         };
@@ -95,7 +95,7 @@ impl RoutedExperts {
             n_experts: self.n_experts,
             hidden: self.hidden,
             intermediate: self.intermediate,
-            weights: self.weights.format(self.group_size),
+            weights: std::array::from_fn(|at| self.weights.0[at].format(self.group_size.0[at])),
             activation: Activation {
                 function: match self.activation {
                     payload::Between::Silu => Function::Silu,

@@ -10,7 +10,8 @@ use super::argument::{check_elements, floats, packed, LONG};
 use super::forward::output_at;
 use super::payload::{self, EmbeddingCall, LinearCall};
 use crate::linear::{
-    embed_into, multiply_into, Embedding, Linear, Product, WeightFormat, Workspace, Workspaces,
+    embed_into, multiply_into, Embedding, Linear, Product, Scales, WeightFormat, Workspace,
+    Workspaces,
 };
 use crate::parallel::Parallel;
 use crate::tensor::Dtype;
@@ -176,8 +177,12 @@ impl payload::Weights {
         match self {
             Self::Float32 => WeightFormat::F32,
             Self::Bfloat16 => WeightFormat::Bf16,
-            Self::Int8 => WeightFormat::Int8 { group },
-            Self::Int4 => WeightFormat::Int4 { group },
+            Self::Int8 => WeightFormat::Int8 { group, scales: Scales::Bf16 },
+            Self::Int8Float16 => WeightFormat::Int8 { group, scales: Scales::F16 },
+            Self::Int8Float32 => WeightFormat::Int8 { group, scales: Scales::F32 },
+            Self::Int4 => WeightFormat::Int4 { group, scales: Scales::Bf16 },
+            Self::Int4Float16 => WeightFormat::Int4 { group, scales: Scales::F16 },
+            Self::Int4Float32 => WeightFormat::Int4 { group, scales: Scales::F32 },
         }
     }
 }

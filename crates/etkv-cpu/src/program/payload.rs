@@ -1,7 +1,9 @@
 //! The exporter's description of a call: JSON, written by `python/etkv/export/cpu/calls.py`.
 
 use etkv_core::{fail, Error, Result, Scoring, Status};
-use serde::Deserialize;
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 #[cfg(test)]
 mod tests;
@@ -159,9 +161,9 @@ pub struct RoutedExperts {
     pub hidden: usize,
     /// Elements between the two products.
     pub intermediate: usize,
-    pub weights: Weights,
+    pub weights: OfProducts<Weights>,
     /// The weights of a row that share a scale; 0 in floats.
-    pub group_size: usize,
+    pub group_size: OfProducts<usize>,
     /// What is computed between the products.
     pub activation: Between,
     pub gated: bool,
@@ -210,8 +212,28 @@ pub struct EmbeddingCall {
 pub enum Weights {
     Float32,
     Bfloat16,
+    /// Scales of integers are in bfloat16, unless the name tells another type.
     Int8,
+    Int8Float16,
+    Int8Float32,
     Int4,
+    Int4Float16,
+    Int4Float32,
+}
+
+/// What each product of experts has: one value for both in JSON, or a pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OfProducts<T>(pub [T; 2]);
+
+impl<'de, T: Copy + DeserializeOwned> Deserialize<'de> for OfProducts<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        let value = Value::deserialize(from)?;
+        let pair = match value.is_array() {
+            true => serde_json::from_value(value),
+            false => serde_json::from_value(value).map(|both| [both; 2]),
+        };
+        pair.map(Self).map_err(D::Error::custom)
+    }
 }
 
 /// What is computed between the products of experts.

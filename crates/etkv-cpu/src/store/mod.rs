@@ -139,6 +139,10 @@ impl Store for CpuStore {
         Ok(())
     }
 
+    fn begins_with(k: &Tensor, v: &Tensor) -> Result<bool> {
+        Ok(k.begins_with(v))
+    }
+
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[View; 2]> {
         let [k, v] = &self.layers[layer];
         let keys = k.read(slots.clone())?;

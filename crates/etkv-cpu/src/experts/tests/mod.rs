@@ -11,7 +11,7 @@ use super::workspace::Workspace;
 use crate::attention::synthetic::Threads;
 use crate::linear::tests::reference::Numbers;
 use crate::linear::tests::FORMATS;
-use crate::linear::WeightFormat;
+use crate::linear::{Scales, WeightFormat};
 use crate::simd::Instructions;
 use reference::Layer;
 
@@ -63,15 +63,19 @@ fn error(found: &[f32], expected: &[f64]) -> f64 {
 fn outputs_are_those_of_plain_loops() {
     let mut numbers = Numbers(1);
     for case in 0..200 {
-        let weights = FORMATS[case % FORMATS.len()];
-        let unit = weights.group().unwrap_or(1);
+        // A third of the layers have two formats.
+        let mut weights = [FORMATS[case % FORMATS.len()]; 2];
+        if numbers.below(3) == 0 {
+            weights[1] = FORMATS[numbers.below(FORMATS.len())];
+        }
+        let [unit, second_unit] = weights.map(|format| format.group().unwrap_or(1));
         let gated = numbers.below(3) != 0;
         let limited = gated && numbers.below(3) == 0;
         let function = FUNCTIONS[numbers.below(FUNCTIONS.len())];
         let experts = Experts {
             n_experts: 1 + numbers.below(9),
             hidden: unit * (1 + numbers.below(if unit == 1 { 90 } else { 5 })),
-            intermediate: unit.max(16) * (1 + numbers.below(4)),
+            intermediate: second_unit.max(16) * (1 + numbers.below(4)),
             weights,
             activation: Activation {
                 function,
@@ -92,7 +96,8 @@ fn outputs_are_those_of_plain_loops() {
         for instructions in Instructions::available() {
             let found = run_with(instructions, &layer, &x, &chosen, &factors, 1 + case % 3);
             // A number in 8 bits may be rounded the other way.
-            let most = if weights.group().is_some() { 0.05 } else { 2e-5 };
+            let floats = weights.iter().all(|format| format.group().is_none());
+            let most = if floats { 2e-5 } else { 0.05 };
             let error = error(&found, &expected);
             assert!(error < most, "case {case}, {instructions:?}, {experts:?}: {error}");
         }
@@ -102,7 +107,8 @@ fn outputs_are_those_of_plain_loops() {
 #[test]
 fn an_output_depends_on_its_token_alone() {
     let mut numbers = Numbers(2);
-    for weights in FORMATS {
+    for format in FORMATS {
+        let weights = [format; 2];
         let experts =
             Experts { n_experts: 6, hidden: 128, intermediate: 192, weights, activation: swiglu() };
         let layer = Layer::new(experts, true, &mut numbers);
@@ -134,7 +140,8 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
 #[test]
 fn what_is_not_finite_stays_so_and_touches_no_other_token() {
     let mut numbers = Numbers(3);
-    for weights in FORMATS {
+    for format in FORMATS {
+        let weights = [format; 2];
         for function in FUNCTIONS {
             let activation = Activation { function, ..swiglu() };
             let experts =
@@ -169,7 +176,7 @@ fn a_step_of_one_shape_allocates_nothing() {
         n_experts: 4,
         hidden: 64,
         intermediate: 32,
-        weights: WeightFormat::Int4 { group: 32 },
+        weights: [WeightFormat::Int4 { group: 32, scales: Scales::Bf16 }; 2],
         activation: swiglu(),
     };
     let layer = Layer::new(experts, false, &mut numbers);

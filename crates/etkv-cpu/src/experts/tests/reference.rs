@@ -18,8 +18,8 @@ impl Layer {
     pub fn new(experts: Experts, has_bias: bool, numbers: &mut Numbers) -> Self {
         let Experts { n_experts, hidden, intermediate, weights, activation } = experts;
         let rows = intermediate * if activation.gated { 2 } else { 1 };
-        let first = Weights::new(weights, n_experts, rows, hidden, numbers);
-        let second = Weights::new(weights, n_experts, hidden, intermediate, numbers);
+        let first = Weights::new(weights[0], n_experts, rows, hidden, numbers);
+        let second = Weights::new(weights[1], n_experts, hidden, intermediate, numbers);
         let biases = has_bias.then(|| [rows, hidden].map(|rows| numbers.floats(n_experts * rows)));
         Self { experts, first, second, biases }
     }
@@ -52,7 +52,7 @@ impl Layer {
             let (expert, token) = (expert as usize, pair / k);
             let row: Vec<f64> =
                 x[token * hidden..][..hidden].iter().map(|&x| f64::from(x)).collect();
-            let row = rounded(&row, weights);
+            let row = rounded(&row, weights[0]);
             let first = |row_at: usize| {
                 let bias = self
                     .biases
@@ -70,7 +70,7 @@ impl Layer {
                     }
                 })
                 .collect();
-            let between = rounded(&between, weights);
+            let between = rounded(&between, weights[1]);
             for at in 0..hidden {
                 let bias =
                     self.biases.as_ref().map_or(0.0, |biases| biases[1][expert * hidden + at]);

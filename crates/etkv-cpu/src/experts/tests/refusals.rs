@@ -9,14 +9,14 @@ use crate::experts::run::{route_into, Inputs};
 use crate::experts::sizes::Experts;
 use crate::experts::workspace::Workspace;
 use crate::linear::tests::reference::Numbers;
-use crate::linear::weights::WeightFormat;
+use crate::linear::weights::{Scales, WeightFormat};
 use crate::parallel::Serial;
 
 const EXPERTS: Experts = Experts {
     n_experts: 3,
     hidden: 32,
     intermediate: 32,
-    weights: WeightFormat::Int4 { group: 32 },
+    weights: [WeightFormat::Int4 { group: 32, scales: Scales::Bf16 }; 2],
     activation: Activation {
         function: Function::Silu,
         gated: true,
@@ -61,6 +61,7 @@ fn inputs_that_do_not_fit() {
 #[test]
 fn sizes_that_no_exporter_writes() {
     let activation = |limit, offset, gated| Activation { limit, offset, gated, ..swiglu() };
+    let int8 = |group| WeightFormat::Int8 { group, scales: Scales::Bf16 };
     let factor = |function, gated| Activation { function, gated, alpha: 3.0, ..swiglu() };
     for (experts, told) in [
         (Experts { n_experts: 0, ..EXPERTS }, "experts: expected 1 to"),
@@ -68,9 +69,9 @@ fn sizes_that_no_exporter_writes() {
         (Experts { intermediate: 24, ..EXPERTS }, "a multiple of 16, got 24"),
         (Experts { intermediate: 48, ..EXPERTS }, "does not divide"),
         (Experts { hidden: 48, ..EXPERTS }, "does not divide"),
-        (Experts { weights: WeightFormat::Int8 { group: 0 }, ..EXPERTS }, "group size"),
-        (Experts { weights: WeightFormat::Int8 { group: 48 }, ..EXPERTS }, "group size"),
-        (Experts { weights: WeightFormat::Int4 { group: 512 }, ..EXPERTS }, "group size"),
+        (Experts { weights: [int8(0); 2], ..EXPERTS }, "group size"),
+        (Experts { weights: [int8(48); 2], ..EXPERTS }, "group size"),
+        (Experts { weights: [int8(32), int8(512)], ..EXPERTS }, "group size"),
         (Experts { activation: activation(0.0, 0.0, true), ..EXPERTS }, "a limit above 0"),
         (Experts { activation: activation(f32::NAN, 0.0, true), ..EXPERTS }, "a limit above 0"),
         (Experts { activation: activation(1.0, f32::NAN, true), ..EXPERTS }, "a finite alpha"),

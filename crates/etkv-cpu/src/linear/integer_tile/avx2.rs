@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::linear::weights::{ROWS, SCALES};
+use crate::linear::weights::{Scales, ROWS};
+use crate::simd::{Avx2, Simd};
 
 /// The rows of a vector.
 const HALF: usize = ROWS / 2;
@@ -24,7 +25,7 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
     }
 }
 
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half: usize) {
     let mut sums = [_mm256_setzero_ps(); N];
     let mut weights = tile.weights;
@@ -33,9 +34,13 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
     // SAFETY: the caller's.
     unsafe {
         for _ in 0..tile.n_groups {
-            let halves = _mm_loadu_si128(weights.add(half * SCALES / 2).cast());
-            let of_weights = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves));
-            weights = weights.add(SCALES);
+            let of_half = weights.add(half * tile.stored.size() / 2);
+            let of_weights = match tile.stored {
+                Scales::Bf16 => Avx2::bf16(of_half),
+                Scales::F16 => Avx2::f16(of_half),
+                Scales::F32 => Avx2::load(of_half.cast()),
+            };
+            weights = weights.add(tile.stored.size());
             let mut codes = weights.add(half * 4 * HALF);
             let mut dots = [_mm256_setzero_si256(); N];
             for _ in 0..tile.group / 32 {
@@ -53,8 +58,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
                 // Codes of 8 bits got their sign.
                 let start = if IS_INT4 { *starts.add(i) } else { 0 };
                 let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(start));
-                let scale =
-                    _mm256_mul_ps(_mm256_castsi256_ps(of_weights), _mm256_set1_ps(*scales.add(i)));
+                let scale = _mm256_mul_ps(of_weights, _mm256_set1_ps(*scales.add(i)));
                 *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
             }
             scales = scales.add(N);
@@ -68,7 +72,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
 
 /// Adds the products of 32 columns. Sums of eight products of two fit 16 bits: 8 * 2 * 15 * 127 is 30,480.
 #[inline]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
     let low_bits = _mm256_set1_epi8(15);
     let mut short = [_mm256_setzero_si256(); N];
@@ -94,7 +98,7 @@ unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, in
 /// Adds the products of 32 columns. The sign of a weight goes to its input, so that two products fit 16 bits: 2 *
 /// 128 * 127 is 32,512.
 #[inline]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add_int8<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
     let sign_bits = _mm256_set1_epi8(-128);
     for quad in 0..8 {

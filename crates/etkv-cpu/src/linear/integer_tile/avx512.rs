@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::linear::weights::{ROWS, SCALES};
+use crate::linear::weights::{Scales, ROWS};
+use crate::simd::{Avx512, Simd};
 
 /// The bytes between the weights that are multiplied and those that are fetched.
 const AHEAD: usize = 4096;
@@ -35,7 +36,7 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
 unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
     let low_bits = _mm512_set1_epi8(15);
     let mut sums = [_mm512_setzero_ps(); N];
@@ -45,9 +46,12 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
     // SAFETY: the caller's.
     unsafe {
         for _ in 0..tile.n_groups {
-            let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(weights.cast()));
-            let of_weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves));
-            weights = weights.add(SCALES);
+            let of_weights = match tile.stored {
+                Scales::Bf16 => Avx512::bf16(weights),
+                Scales::F16 => Avx512::f16(weights),
+                Scales::F32 => Avx512::load(weights.cast()),
+            };
+            weights = weights.add(tile.stored.size());
             let mut dots = [_mm512_setzero_si512(); N];
             for (i, dot) in dots.iter_mut().enumerate() {
                 *dot = _mm512_set1_epi32(*starts.add(i));

@@ -11,6 +11,7 @@ mod avx512;
 mod neon;
 mod portable;
 
+use super::weights::Scales;
 use crate::simd::Instructions;
 
 /// The instructions of a product of integers.
@@ -51,10 +52,12 @@ impl Dot {
 
 /// The products of a tile's rows and the rows of a block, `[n, 16]`.
 pub(crate) struct IntegerTile {
-    /// For each group the scales of its rows in bfloat16, and its codes.
+    /// For each group the scales of its rows, and its codes.
     pub weights: *const u8,
     /// Whether weights have 4 bits, or 8.
     pub is_int4: bool,
+    /// How the scales of weights are stored.
+    pub stored: Scales,
     pub n_groups: usize,
     /// The columns of a group, a multiple of 32.
     pub group: usize,

@@ -1,9 +1,10 @@
 //! NEON: four rows at a time.
 
 use std::arch::aarch64::*;
+use std::arch::asm;
 
 use super::IntegerTile;
-use crate::linear::weights::{ROWS, SCALES};
+use crate::linear::weights::{Scales, ROWS};
 
 /// The rows of a vector.
 const QUARTER: usize = ROWS / 4;
@@ -33,9 +34,15 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
         let mut inputs = tile.inputs.cast::<i32>();
         let mut scales = tile.scales;
         for _ in 0..tile.n_groups {
-            let halves = vld1_u16(weights.add(quarter * SCALES / 4).cast());
-            let of_weights = vreinterpretq_f32_u32(vshll_n_u16::<16>(halves));
-            weights = weights.add(SCALES);
+            let of_quarter = weights.add(quarter * tile.stored.size() / 4);
+            let of_weights = match tile.stored {
+                Scales::Bf16 => {
+                    vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(of_quarter.cast())))
+                }
+                Scales::F16 => wide(vld1_u16(of_quarter.cast())),
+                Scales::F32 => vld1q_f32(of_quarter.cast()),
+            };
+            weights = weights.add(tile.stored.size());
             let mut dots = [vdupq_n_s32(0); N];
             for _ in 0..tile.group / 8 {
                 let at = weights.add(quarter * 4 * QUARTER);
@@ -70,6 +77,23 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
             vst1q_f32(tile.out.add(i * ROWS + quarter * QUARTER), sum);
         }
     }
+}
+
+/// Returns the numbers of four float16 numbers. The instruction is part of NEON; its types are not in stable Rust.
+#[inline]
+#[target_feature(enable = "neon")]
+fn wide(halves: uint16x4_t) -> float32x4_t {
+    let wide: float32x4_t;
+    // SAFETY: the instruction reads and writes these registers alone.
+    unsafe {
+        asm!(
+            "fcvtl {wide:v}.4s, {halves:v}.4h",
+            wide = lateout(vreg) wide,
+            halves = in(vreg) halves,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    wide
 }
 
 /// Returns the products of four bytes each, summed.

@@ -2,20 +2,22 @@
 
 use super::IntegerTile;
 use crate::linear::blocks::QUAD;
-use crate::linear::weights::{ROWS, SCALES};
+use crate::linear::weights::ROWS;
 
 /// # Safety
 /// As [`IntegerTile::run`].
 pub(super) unsafe fn run(tile: &IntegerTile) {
     let n = tile.n;
-    let code_bytes = ROWS * tile.group / if tile.is_int4 { 2 } else { 1 };
+    let (start, code_bytes) =
+        (tile.stored.size(), ROWS * tile.group / if tile.is_int4 { 2 } else { 1 });
     for i in 0..n {
         let mut sums = [0.0f32; ROWS];
         for group in 0..tile.n_groups {
             // SAFETY: the caller's.
             unsafe {
-                let at = tile.weights.add(group * (SCALES + code_bytes));
-                let codes = std::slice::from_raw_parts(at.add(SCALES), code_bytes);
+                let at = tile.weights.add(group * (start + code_bytes));
+                let of_group = std::slice::from_raw_parts(at, start + code_bytes);
+                let codes = &of_group[start..];
                 let quads = tile.inputs.cast::<[i8; QUAD]>().add(group * tile.group / QUAD * n + i);
                 let mut dots = [*tile.starts.add(group * n + i); ROWS];
                 for quad in 0..tile.group / QUAD {
@@ -35,8 +37,7 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
                 }
                 let scale = *tile.scales.add(group * n + i);
                 for (row, (sum, dot)) in sums.iter_mut().zip(dots).enumerate() {
-                    let bits = at.cast::<u16>().add(row).read_unaligned();
-                    let of_weights = f32::from_bits(u32::from(u16::from_le(bits)) << 16);
+                    let of_weights = tile.stored.of_row(of_group, row);
                     *sum = (dot as f32).mul_add(of_weights * scale, *sum);
                 }
             }

@@ -6,18 +6,20 @@ mod tiles;
 
 use super::embedding::{embed_into, Embedding};
 use super::run::{multiply_with, Linear, Product};
-use super::weights::WeightFormat;
+use super::weights::{Scales, WeightFormat};
 use super::workspace::Workspace;
 use crate::attention::synthetic::Threads;
 use crate::simd::Instructions;
 use reference::{dot, rounded, Numbers, Weights};
 
-pub(crate) const FORMATS: [WeightFormat; 5] = [
+pub(crate) const FORMATS: [WeightFormat; 7] = [
     WeightFormat::F32,
     WeightFormat::Bf16,
-    WeightFormat::Int8 { group: 32 },
-    WeightFormat::Int4 { group: 32 },
-    WeightFormat::Int4 { group: 64 },
+    WeightFormat::Int8 { group: 32, scales: Scales::Bf16 },
+    WeightFormat::Int4 { group: 32, scales: Scales::Bf16 },
+    WeightFormat::Int4 { group: 64, scales: Scales::Bf16 },
+    WeightFormat::Int4 { group: 32, scales: Scales::F16 },
+    WeightFormat::Int8 { group: 64, scales: Scales::F32 },
 ];
 
 /// A call with random weights.

@@ -1,8 +1,8 @@
 //! Generated weights, and products in plain loops.
 
-use half::bf16;
+use half::{bf16, f16};
 
-use crate::linear::weights::{WeightFormat, ROWS};
+use crate::linear::weights::{Scales, WeightFormat, ROWS};
 
 /// Random numbers.
 pub struct Numbers(pub u64);
@@ -65,8 +65,12 @@ impl Weights {
                         }
                     }
                 }
-                WeightFormat::Int8 { group } => pack(tile, columns, group, 8, &mut bytes, numbers),
-                WeightFormat::Int4 { group } => pack(tile, columns, group, 4, &mut bytes, numbers),
+                WeightFormat::Int8 { group, scales } => {
+                    pack(tile, columns, group, 8, scales, &mut bytes, numbers);
+                }
+                WeightFormat::Int4 { group, scales } => {
+                    pack(tile, columns, group, 4, scales, &mut bytes, numbers);
+                }
             }
         }
         let mut memory = vec![0u64; bytes.len().div_ceil(8)];
@@ -98,20 +102,19 @@ fn pack(
     columns: usize,
     group: usize,
     bits: usize,
+    stored: Scales,
     bytes: &mut Vec<u8>,
     numbers: &mut Numbers,
 ) {
     let offset = 1i32 << (bits - 1);
     for first in (0..columns).step_by(group) {
-        let scales: Vec<bf16> =
-            (0..ROWS).map(|_| bf16::from_f32(numbers.float() / offset as f32)).collect();
-        bytes.extend(scales.iter().flat_map(|scale| scale.to_le_bytes()));
+        let scales: Vec<f32> =
+            (0..ROWS).map(|_| scale(numbers.float() / offset as f32, stored, bytes)).collect();
         let mut codes = vec![[0u8; ROWS]; group];
         for (at, codes) in codes.iter_mut().enumerate() {
             for (row, code) in codes.iter_mut().enumerate() {
                 *code = numbers.below(1 << bits) as u8;
-                tile[row * columns + first + at] =
-                    scales[row].to_f32() * (i32::from(*code) - offset) as f32;
+                tile[row * columns + first + at] = scales[row] * (i32::from(*code) - offset) as f32;
             }
         }
         for eight in codes.chunks_exact(8) {
@@ -124,6 +127,26 @@ fn pack(
                 4 => bytes.extend(low.iter().zip(high).map(|(low, high)| low | high << 4)),
                 _ => bytes.extend([low, high].concat()),
             }
+        }
+    }
+}
+
+/// Appends a scale, and returns its value.
+fn scale(value: f32, stored: Scales, bytes: &mut Vec<u8>) -> f32 {
+    match stored {
+        Scales::Bf16 => {
+            let value = bf16::from_f32(value);
+            bytes.extend(value.to_le_bytes());
+            value.to_f32()
+        }
+        Scales::F16 => {
+            let value = f16::from_f32(value);
+            bytes.extend(value.to_le_bytes());
+            value.to_f32()
+        }
+        Scales::F32 => {
+            bytes.extend(value.to_le_bytes());
+            value
         }
     }
 }

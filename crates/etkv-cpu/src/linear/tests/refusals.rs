@@ -5,11 +5,11 @@ use etkv_core::{Result, Status};
 use super::reference::{Numbers, Weights};
 use crate::linear::embedding::{embed_into, Embedding};
 use crate::linear::run::{multiply_into, Linear, Product};
-use crate::linear::weights::WeightFormat;
+use crate::linear::weights::{Scales, WeightFormat};
 use crate::linear::workspace::Workspace;
 use crate::parallel::Serial;
 
-const INT4: WeightFormat = WeightFormat::Int4 { group: 32 };
+const INT4: WeightFormat = WeightFormat::Int4 { group: 32, scales: Scales::Bf16 };
 
 fn refused(done: Result<()>, out: &[f32], status: Status, told: &str) {
     let error = done.unwrap_err();
@@ -48,9 +48,17 @@ fn products_of_other_sizes_are_refused() {
         refused(done, &out, Status::Shape, told);
     }
     for (format, rows, told) in [
-        (WeightFormat::Int4 { group: 48 }, 20, "group size: expected a multiple of 32"),
-        (WeightFormat::Int8 { group: 512 }, 20, "up to 256, got 512"),
-        (WeightFormat::Int4 { group: 96 }, 20, "group size 96 does not divide rows of 64"),
+        (
+            WeightFormat::Int4 { group: 48, scales: Scales::Bf16 },
+            20,
+            "group size: expected a multiple of 32",
+        ),
+        (WeightFormat::Int8 { group: 512, scales: Scales::Bf16 }, 20, "up to 256, got 512"),
+        (
+            WeightFormat::Int4 { group: 96, scales: Scales::Bf16 },
+            20,
+            "group size 96 does not divide rows of 64",
+        ),
         (INT4, 0, "rows: expected 1 to"),
     ] {
         let (done, out) = run(format, &[rows], 128, size, 20, 40);

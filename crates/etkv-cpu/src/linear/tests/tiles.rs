@@ -6,7 +6,7 @@ use crate::linear::blocks::{Block, Packed, BLOCK};
 use crate::linear::float_tile::FloatTile;
 use crate::linear::integer_tile::{Dot, IntegerTile};
 use crate::linear::quantize::Quantize;
-use crate::linear::weights::{WeightFormat, ROWS};
+use crate::linear::weights::{Scales, WeightFormat, ROWS};
 use crate::simd::{with_simd, Instructions, Simd};
 
 /// Products are exact but for the rounding of float32, also with the largest codes and inputs.
@@ -21,7 +21,12 @@ fn products_of_a_tile() {
             let most = if format.group().is_some() { dot.most() } else { floats };
             for n in 1..=most {
                 let weights = Weights::new(format, 1, ROWS, columns, &mut numbers);
-                let group = format.group().unwrap_or(0);
+                let (group, stored) = match format {
+                    WeightFormat::Int8 { group, scales } | WeightFormat::Int4 { group, scales } => {
+                        (group, scales)
+                    }
+                    WeightFormat::F32 | WeightFormat::Bf16 => (0, Scales::Bf16),
+                };
                 let n_groups = columns.checked_div(group).unwrap_or(0);
                 let mut rows = vec![0f32; n * columns];
                 let (mut scales, mut starts) = (vec![0f32; n * n_groups], vec![0i32; n * n_groups]);
@@ -75,6 +80,7 @@ fn products_of_a_tile() {
                         let tile = IntegerTile {
                             weights: weight_bytes,
                             is_int4: matches!(format, WeightFormat::Int4 { .. }),
+                            stored,
                             n_groups,
                             group,
                             inputs: packed.integers(block),
@@ -107,7 +113,7 @@ fn products_of_a_tile() {
 #[test]
 fn numbers_in_8_bits() {
     let mut numbers = Numbers(6);
-    let format = WeightFormat::Int8 { group: 32 };
+    let format = WeightFormat::Int8 { group: 32, scales: Scales::Bf16 };
     for instructions in Instructions::available() {
         for size in [1.0, 1e-20, 1e-31, 1e30, 0.0] {
             let x: Vec<f32> = numbers.floats(32).iter().map(|x| x * size).collect();
