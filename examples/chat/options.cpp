@@ -232,8 +232,7 @@ std::string help_text() {
   ParsedOptions unused;
   return arguments_into(unused).help() +
          "\nIn a conversation: /undo, /reset, /stats, /help, /quit; Ctrl-C "
-         "stops "
-         "an answer.\nETKV_LOG=debug shows etkv's log, "
+         "stops an answer.\nETKV_LOG=debug shows etkv's log, "
          "ETKV_VERBOSE=1 ExecuTorch's.\n";
 }
 

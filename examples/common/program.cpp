@@ -283,8 +283,7 @@ Result<void> Program::load_with_graph_cache(Logits rows) {
     return Error(
         ETKV_ERROR_PROGRAM,
         "the program has no KV cache: it does not report `get_n_caches`, and "
-        "its "
-        "graph keeps nothing from one step to the next");
+        "its graph keeps nothing from one step to the next");
   }
   return {};
 }

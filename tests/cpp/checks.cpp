@@ -61,8 +61,7 @@ void right_and_wrong() {
         refused,
         ETKV_ERROR_INTERNAL,
         ("check: the answer to \"the answer\" differs from reference decoding "
-         "at "
-         "token " +
+         "at token " +
          std::to_string(at))
             .c_str());
     CHECK_HAS(refused.error().message().c_str(), "whose logit is greater by");

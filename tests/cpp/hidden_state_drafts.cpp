@@ -266,8 +266,7 @@ void refusals() {
       open({0}, {ScalarType::BFloat16, 64}),
       ETKV_ERROR_PROGRAM,
       "64 elements of Float, and the model returns hidden states of 64 "
-      "elements of "
-      "BFloat16");
+      "elements of BFloat16");
   CHECK_REFUSED(
       open({0}, {ScalarType::Float, 32}),
       ETKV_ERROR_PROGRAM,
