@@ -109,7 +109,7 @@ class Function:
         return f"{head} {{ (void)a; (void)error; return {value}; }}"
 
     def documented(self, made: str) -> str:
-        """C that checks the documented value for NULL and for a pointer that is no live handle."""
+        """C code that checks the documented value for NULL and for a pointer that is no live handle."""
         if not any(each.is_handle for each in self.parameters):
             return f"((void){made}, 0)"
         dead = re.search(r"(\S+) (?:if|where) (?:`\w+`|it) is no live handle", self.comment)

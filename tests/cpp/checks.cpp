@@ -212,8 +212,8 @@ void margins() {
   CHECK_INT(allowed_ties(1000), 52);
 }
 
-/// Returns an answer with the worst id at each step whose logit is at most
-/// `most(|best|)` below the best.
+/// Returns an answer. At each step it has the id with the smallest logit that
+/// is at most `most(|best|)` below the best.
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   Bound on("llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};

@@ -97,7 +97,7 @@ void exceptions() {
     latency.add(7, 8.0);
   }
   CHECK(latency.at(7) < after);
-  // A lasting change to slower or faster.
+  // A lasting change to slower or faster steps.
   for (const double seconds : {20.0, 2.0}) {
     double before = std::abs(latency.at(7) - seconds);
     for (int time = 0; time < 30; ++time) {
@@ -275,7 +275,7 @@ std::pair<int, int> first_trials(double draft) {
 }
 
 void first_patience() {
-  // Free drafts are tried as soon as a step is measured, and then each step.
+  // Free drafts are tried as soon as a step is measured, and then at each step.
   const auto [measured, between] = first_trials(0.0);
   CHECK(measured <= 10 && between == 0);
   // Slower drafts wait until the draft takes about 2 per cent of the time or

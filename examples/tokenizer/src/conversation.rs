@@ -45,7 +45,7 @@ fn mark(n: usize) -> String {
     format!("{MARK}{n}{MARK}")
 }
 
-/// Splits `text` at the messages, whose marks are in `marked`, another rendering of the conversation. If the two
+/// Splits `text` at the messages that have marks in `marked`, the same conversation rendered with marks. If the two
 /// differ elsewhere, returns the message next to the difference.
 fn split(
     text: &str,

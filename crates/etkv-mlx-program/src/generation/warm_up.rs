@@ -164,7 +164,7 @@ impl Program {
 
     /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN), steps
     /// that [read text](READ), and [trees](TREE). Also captures a token of a second sequence, whose keys come after
-    /// those of the first: its attention is another kernel, which steps of several sequences and of trees need.
+    /// those of the first. Its attention needs another kernel, which steps of several sequences and of trees use.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         if self.0.executor.is_none() {
             return Ok(());

@@ -135,7 +135,7 @@ const TOKENS: usize = 2;
 
 /// Returns the last query of a step of `n` tokens.
 fn last_of(q: &Array, n: i32) -> Result<Array> {
-    // In queries that broadcast or have another number of tokens, the last row is not that of the last token.
+    // If queries broadcast or have another number of tokens, their last row is not that of the last token.
     if n < 1 || q.ndim() != 4 || q.dim(TOKENS as i32) != n {
         fail!(Program, "queries of shape {:?} in a step of {n} tokens", q.shape());
     }

@@ -60,8 +60,8 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         if !(0..x.ndim() as i32).contains(&axis) {
             fail!(Program, "expected an axis from 0 to {}, got {axis}", x.ndim() as i32 - 1);
         }
-        // A slice starts at its index. For a negative index MLX starts at that distance from the end, and may read
-        // past the end.
+        // A slice starts at its index. For a negative index, MLX starts that far before the end of the axis, so the
+        // slice may run past the end.
         let (frame, value) = (arguments.frame, arguments.values[index + 1]);
         match slice_sizes[axis as usize] {
             ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,

@@ -91,7 +91,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
     }
 }
 
-/// Returns the common dtype of all operands, if it is a float. Results of other dtypes may have another dtype.
+/// Returns the common dtype of all operands, if it is a float. Operations on other dtypes may return another dtype.
 fn shared(mut dtypes: impl Iterator<Item = Option<Dtype>>) -> Option<Dtype> {
     let first = dtypes.next().flatten().filter(|&dtype| is_float(dtype))?;
     dtypes.all(|dtype| dtype == Some(first)).then_some(first)

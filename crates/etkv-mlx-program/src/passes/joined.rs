@@ -39,7 +39,7 @@ pub fn join(graph: &mut Graph) {
             let parts: Vec<_> = parts.collect();
             graph.constants[kept.0 as usize].joined = parts;
         }
-        // The init chain's instruction for the first product's biases computes the joined biases.
+        // The init chain computes the joined biases with the instruction for the biases of the first product.
         unneeded.extend(others.iter().filter_map(|other| other.biases_at_load));
         let mut made = vec![graph.main.instructions[first.index].clone()];
         if let Some(add) = first.add {

@@ -183,7 +183,7 @@ impl Rows {
         self.constants.contains(&value) || is_row_constant(graph, value)
     }
 
-    /// Returns whether an instruction computes a value that is the same for every row from other such values.
+    /// Returns whether an instruction computes a value that is the same for every row, from other such values.
     fn is_computed_constant(&self, op: &Op, graph: &Graph) -> bool {
         match op {
             Op::Call { function: Function::Full { .. }, ints, .. } => ints.is_empty(),

@@ -292,7 +292,7 @@ fn number(value: &Value) -> u64 {
     value.as_i64().map_or(u64::MAX, i64::unsigned_abs)
 }
 
-/// Returns arguments, the values of named ones, and the items of tuples.
+/// Flattens arguments: named ones to their values, and tuples to their items.
 fn flat(arguments: &[Value]) -> impl Iterator<Item = Value> + '_ {
     arguments.iter().flat_map(|value| match value {
         value if value.is_kwargs() => Kwargs::try_from(value.clone())
