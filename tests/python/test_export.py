@@ -346,9 +346,9 @@ def test_family_without_kv_cache(tmp_path):
     config = MambaConfig(vocab_size=320, hidden_size=64, num_hidden_layers=2, state_size=8)
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said == (
-        "model family 'mamba' has layers of kind 'linear_attention', and a program has layers that attend to all "
-        "earlier tokens or to a sliding window, and recurrent layers with the states of short convolutions, the gated "
-        "delta rule and Mamba-2"
+        "model family 'mamba' has layers of kind 'linear_attention'; the exporter supports attention to all earlier "
+        "tokens, to a sliding window or to chunks, and recurrent layers: short convolutions, the gated delta rule and "
+        "Mamba-2"
     )
 
 

@@ -85,7 +85,8 @@ def test_a_module_that_reads_other_tokens_or_places(name, dtype):
     step.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: change(output).to(output.dtype))
     with pytest.raises(EtkvError) as caught:
         _check(step)
-    what = "reads other tokens" if name in READ_OTHERS else "reads the place of a token in its step, or their number"
+    place = "reads the index of a token in its step, or the number of tokens"
+    what = "reads other tokens" if name in READ_OTHERS else place
     assert str(caught.value).startswith(f"model family 'llama' cannot be exported: model.layers.1.mlp {what}")
 
 

@@ -43,9 +43,9 @@ def test_biases_without_a_place_are_named(folder):
     }
     _add(folder, **biases)
     assert _error(folder) == (
-        f"{folder} has 6 weights that model family 'llama' has no place for with this configuration, and that the "
-        "program would lack: model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj.bias, "
-        "model.layers.0.self_attn.v_proj.bias and 3 more; mend config.json, or take them out of the checkpoint"
+        f"{folder} has 6 weights that model family 'llama' does not have with this configuration, and that an export "
+        "would ignore: model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj.bias, "
+        "model.layers.0.self_attn.v_proj.bias and 3 more; correct config.json, or remove them from the checkpoint"
     )
 
 
@@ -70,7 +70,7 @@ def test_a_bias_is_not_a_mask(folder):
 def test_an_adapter_beside_the_model_is_refused(folder, name):
     (folder / name).write_bytes(b"{}")
     assert _error(folder) == (
-        f"folder {folder} has an adapter ({name}), which the program would lack: merge it into the weights and export "
+        f"folder {folder} has an adapter ({name}), which an export would ignore: merge it into the weights and export "
         "those, or move it out of the folder"
     )
 
@@ -79,7 +79,7 @@ def test_a_shape_that_the_configuration_contradicts(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
     assert _error(folder) == (
-        f"{folder} has 6 weights of another shape than its configuration says, the first is "
+        f"{folder} has 6 weights whose shape differs from its configuration, the first is "
         "model.layers.0.mlp.down_proj.weight: [64, 128], expected [64, 96]"
     )
 
@@ -94,8 +94,8 @@ def test_copies_in_another_format_are_not_read(folder, name):
 def test_a_second_checkpoint_is_refused(folder, name):
     shutil.copy(folder / "model.safetensors", folder / name)
     assert _error(folder) == (
-        f"folder {folder} has weights beside those of its model.safetensors, which the program would lack: move {name} "
-        "out of the folder"
+        f"folder {folder} has more weights than those of its model.safetensors, which an export would ignore: move "
+        f"{name} out of the folder"
     )
 
 
@@ -125,11 +125,10 @@ def test_shards_are_read_together(folder):
 def test_an_absent_shard_is_named(folder):
     _shard(folder, **{"model.norm.weight": "model-00003-of-00002.safetensors"})
     assert _error(folder) == (
-        f"folder {folder} lacks model-00003-of-00002.safetensors, of the weights that its model.safetensors.index.json "
-        "names"
+        f"folder {folder} lacks model-00003-of-00002.safetensors, which its model.safetensors.index.json lists"
     )
     (folder / "model.safetensors.index.json").write_text("[]")
-    assert "model.safetensors.index.json is no index of weights" in _error(folder)
+    assert "model.safetensors.index.json is not an index of weights" in _error(folder)
 
 
 def test_weights_under_another_name_are_not_read(folder):

@@ -164,7 +164,7 @@ def test_a_program_that_differs_is_refused(tmp_path, monkeypatch):
 def test_states_without_ops_are_refused(family, backend):
     config = tiny_families.config(family)
     kind = next(kind for kind in config.layer_types if kind in recurrent.KINDS)
-    words = f"model family '{family}' has layers of kind '{kind}', and a program has layers that attend to all earlier"
+    words = f"model family '{family}' has layers of kind '{kind}'; the exporter supports attention to all earlier"
     with pytest.raises(EtkvError, match=words):
         limits.settle(SimpleNamespace(backend=backend), config)
 

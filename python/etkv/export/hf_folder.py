@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Staged:
     """A Hugging Face folder under construction, in a temporary folder inside its target.
 
-    The target does not change before :meth:`publish`. A context manager: leaving it removes the temporary folder.
+    The target does not change before :meth:`publish`. It is a context manager: leaving it removes the temporary folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,20 +25,19 @@ class Staged:
     def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
         """Write configuration, weights, tokenizer and generation settings.
 
-        Quantized weights are dequantized to the model's dtype, so the folder has the values that the program computes
-        with.
+        Quantized weights are dequantized to the model's dtype, so the folder has the same values as the program.
         """
         _write(self._scratch, model, tokenizer, generation)
 
     def publish(self) -> None:
-        """Replace the files of an earlier export, each atomically, the configuration last."""
+        """Replace the files of an earlier export atomically, one by one, with the configuration last."""
         written = {file.name for file in self._scratch.iterdir()}
         for stale in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.safetensors.index.json")):
             if stale.name not in written:
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
             if (self.folder / name).is_dir():
-                # The folder of named chat templates. A folder with files cannot be replaced.
+                # This is the folder of named chat templates. A folder that is not empty cannot be replaced.
                 shutil.rmtree(self.folder / name)
             (self._scratch / name).replace(self.folder / name)
 
@@ -55,18 +54,18 @@ def _write(
     model.save_pretrained(folder, state_dict=_plain_weights(model))
     tokenizer.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        # safetensors ignores the umask: only the owner can read its files. Give them the mode of the other files.
+        # safetensors ignores the umask, so only the owner can read its files. Give them the mode of the other files.
         file.chmod((folder / "config.json").stat().st_mode)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     name_for_mlx_lm(folder / "config.json")
 
 
 def name_for_mlx_lm(config_file: Path) -> None:
-    """Repeat entries under the names that mlx-lm reads.
+    """Repeat entries of a configuration under the names that mlx-lm reads.
 
     transformers 5 writes ``rope_parameters``. mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
-    ``rope_scaling`` at the top level, with a default for an absent one. The number of experts has one name in
-    transformers and two in mlx-lm.
+    ``rope_scaling`` at the top level, and uses a default for an absent entry. The number of experts has one name in
+    transformers and two names in mlx-lm.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters")
@@ -80,7 +79,7 @@ def name_for_mlx_lm(config_file: Path) -> None:
 
 
 def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the dequantized weights of ``model`` by name, each tied weight once."""
+    """Return the dequantized weights of ``model`` by name. Tied weights appear once."""
     from etkv.export import experts, packing
 
     state = experts.plain_weights(model)

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""The kinds of layers that the KV cache op serves, by their names in configurations."""
+"""The kinds of attention layers that the KV cache op supports, by their names in configurations."""
 
 _WITHOUT_CACHE = ("mlp", "moe")
-"""The kinds of layers beside recurrent ones that neither attend nor keep a state."""
+"""The kinds of layers without attention and without a state, in models with recurrent layers."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The facts that the program declares: tokens of context, and tokens in one execution.
+    """The limits that the program declares: tokens of context, and tokens in one execution.
 
-    ``group_size`` counts elements; ``None`` is one scale a row, or no quantization at all.
+    ``group_size`` counts elements; ``None`` is one scale for each row, or no quantization.
     """
 
     max_context: int
@@ -41,9 +41,9 @@ class Limits:
     group_size: int | None
 
     def within(self, layout: CacheLayout, request: ExportRequest) -> Limits:
-        """Return the limits of a program with the caches of ``layout``: no step is longer than a window.
+        """Return the limits of a program with the caches of ``layout``, whose steps are at most as long as a window.
 
-        Raises :class:`EtkvError` if the request asks for longer steps, or if a window is shorter than any step.
+        Raises :class:`EtkvError` if the request has longer steps, or if a window is shorter than the minimum step.
         """
         window = min((window for window in layout.windows if window), default=self.max_context)
         if window < MIN_STEP:
@@ -61,7 +61,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
     _check_layers(request, config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is not None and own < MIN_STEP:
-        # -1 is no limit.
+        # In some configurations, -1 stands for no limit.
         own = None
     max_context = request.max_context
     if max_context is None:
@@ -77,7 +77,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 
 
 def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for a configuration with layers of kinds that no op of the backend serves."""
+    """Raise :class:`EtkvError` for a configuration with kinds of layers that no op of the backend supports."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     state = next((kind for kind in kinds if kind in recurrent.KINDS), None)
     served = _KINDS if state is None else (*_KINDS, *recurrent.KINDS, *_WITHOUT_CACHE)
@@ -86,14 +86,14 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
         other = state
     if other is not None:
         raise EtkvError(
-            f"model family {config.model_type!r} has layers of kind {other!r}, and a program has layers that attend to "
-            "all earlier tokens or to a sliding window, and recurrent layers with the states of short convolutions, "
-            "the gated delta rule and Mamba-2"
+            f"model family {config.model_type!r} has layers of kind {other!r}; the exporter supports attention to all "
+            "earlier tokens, to a sliding window or to chunks, and recurrent layers: short convolutions, the gated "
+            "delta rule and Mamba-2"
         )
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
-    """Return the group size in elements; None for one scale a row, or without quantization.
+    """Return the group size in elements; None for one scale for each row, or without quantization.
 
     Raises :class:`EtkvError` if the group size does not divide every quantized row.
     """
@@ -105,7 +105,7 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     from etkv.export import experts, latent, packing, scaled_experts
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
-    # A row's one scale is repeated over groups of a size that MLX takes.
+    # The scale of a row is repeated over groups of a size that MLX supports.
     divisor = size or min(GROUP_SIZES)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

@@ -1,7 +1,7 @@
 """Quantizes weights for MLX: integers of 4 or 8 bits in groups of a row that share a scale.
 
-A scale is that of the least squares of its group's errors, found in turns with the integers. Groups do not depend on
-each other, so a matrix is quantized in parts that stay in a core's cache, on all cores.
+A scale minimizes the squares of its group's errors. Scales and integers are computed alternately. Groups do not depend
+on each other, so a matrix is quantized in parts that fit a core's cache, on all cores.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from etkv.export.published.weight import Groups
 
 _PART = 1 << 17
-"""The weights of a part: with its intermediate values it fits a core's cache."""
+"""Number of weights in a part. With its intermediate values, a part fits a core's cache."""
 
 _TURNS = 20
-"""The most turns in which scales and integers are found."""
+"""Maximum number of iterations."""
 
 _SETTLED = 1e-5
-"""The relative change of a scale from which on it is settled. A change of one integer changes a scale by more."""
+"""A scale has converged if its relative change is below this. Changing one integer changes a scale by more."""
 
 _EPS = torch.finfo(torch.float32).eps
-"""The least scale."""
+"""Minimum scale."""
 
 
 def quantize(
@@ -35,7 +35,7 @@ def quantize(
     """Return the packed integers of ``weight``, ``[rows, columns]``, and its scales, ``[rows, groups]`` in its dtype.
 
     Packed integers are uint32 ``[rows, columns * bits / 32]``, the first in the lowest bits, with 8 or 128 added. A
-    weight is its scale times its integer. ``empty`` makes the tensors for both.
+    weight is its scale times its integer. ``empty`` allocates both tensors.
 
     Raises :class:`ValueError` if a weight is not finite.
     """
@@ -58,11 +58,11 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the weights of packed integers in ``dtype``.
 
-    Without ``biases`` they are those of :func:`quantize`. With them a weight is its scale times its unsigned integer,
-    and the bias of its group.
+    Without ``biases``, integers and scales are those of :func:`quantize`. With ``biases``, a weight is its scale times
+    its unsigned integer, plus the bias of its group.
     """
     parts = _dequantized(packed, scales, bits, dtype, biases)
-    # The even columns and the odd ones alternate.
+    # Interleave the even and the odd columns.
     return parts.transpose(-1, -2).flatten(-2) if bits == 4 else parts.flatten(-2)
 
 
@@ -71,7 +71,7 @@ def product(
 ) -> torch.Tensor:
     """Return the products ``[.., rows]`` of ``x``, ``[.., columns]``, with a matrix of packed integers."""
     if bits == 4:
-        # Faster than to bring the columns of the matrix into order.
+        # Reorder the columns of x, which is faster than reordering those of the matrix.
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     weights = _dequantized(packed, scales, bits, x.dtype, biases)
     made: torch.Tensor = x @ weights.flatten(-2).T
@@ -81,7 +81,7 @@ def product(
 def _dequantized(
     packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype, biases: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return weights ``[.., rows, parts, columns / parts]``: of 4 bits the even columns and then the odd ones."""
+    """Return weights ``[.., rows, parts, columns / parts]``. For 4 bits, the parts are the even and the odd columns."""
     codes = packed.view(torch.uint8).unsqueeze(-2)
     if bits == 4:
         parts = torch.empty((*codes.shape[:-2], 2, codes.shape[-1]), dtype=dtype)
@@ -99,22 +99,22 @@ def _dequantized(
 
 
 def biases_of(scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the biases of groups whose weights are their scale times a signed integer."""
+    """Return the biases with which a scale times an unsigned integer equals the scale times a signed integer."""
     return scales * -(1 << (bits - 1))
 
 
 def shifts(scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor | None:
-    """Return ``biases`` for :func:`dequantize`: None if they are :func:`biases_of`, which rounds once less."""
+    """Return ``biases`` for :func:`dequantize`, or None if they equal :func:`biases_of`: None rounds once less."""
     return None if torch.equal(biases, biases_of(scales, bits)) else biases
 
 
 def keep(
     groups: Groups, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Return packed integers, scales and biases of ``groups``, as :func:`dequantize` takes them; None if they do not
-    fit ``bits`` bits or columns of a group do not follow each other.
+    """Return the packed integers, scales and biases of ``groups`` for :func:`dequantize`.
 
-    Biases are None where scales alone make the weights.
+    Return None if integers exceed ``bits`` bits, or if groups are not contiguous columns. Biases are None if weights
+    are scales times signed integers.
     """
     if groups.order is not None:
         return None
@@ -130,12 +130,12 @@ def keep(
 
 
 def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the integers and the scales of ``groups``, ``[groups, size]`` in float32; integers are float32 too."""
+    """Return the integers and the scales of ``groups``, ``[groups, size]``. All are in float32."""
     least, most = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     scale = (groups.abs().amax(dim=1) / -least).clamp_min_(_EPS)
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("weights are not finite")
-    # Groups whose scale changed in the last turn. The others would find the same scale again.
+    # Continue only with groups whose scale has changed. The scales of the other groups would stay the same.
     moving, scale_of_moving, left = None, scale, groups
     for _ in range(_TURNS):
         integers = (left / scale_of_moving.unsqueeze(1)).round_().clamp_(least, most)

@@ -1,12 +1,13 @@
-"""Refuses graphs in which a token depends on others except through the ops of the cache.
+"""Refuses graphs in which a token depends on other tokens outside of the ops of the cache.
 
-Whatever looks at other tokens or keeps a state must be one of the cache's ops: a program runs a text in steps, and the
-rest of its graph sees the tokens of one step only. A part that the exporter did not replace, such as a mask computed
-from values, a shift or a sum over tokens, would be right within a step and wrong across steps.
+A program runs a text in steps, and its graph sees only the tokens of one step, except through the ops of the cache. So
+only these ops may read other tokens or keep a state. Any other part, such as a mask computed from values, a shift or a
+sum over tokens, would be right within a step and wrong across steps.
 
-So the traced graph runs on three tokens, with the ops of the cache replaced by functions of one token. The outputs of a
-token must stay as they are when another token changes, when another is NaN, and when it is alone in its step. A change
-shows in what is compared and chosen, and NaN in what arithmetic rounds away, such as a weight of attention near zero.
+To check this, the traced graph runs on three tokens, with the ops of the cache replaced by functions of one token. The
+outputs of a token must not change when another token changes, when another token is NaN, and when the token is alone in
+its step. Changing a token finds dependence through comparisons and choices. NaN finds dependence that rounding hides,
+such as an attention weight near zero.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 _CHANGED = 1
-"""The token, of three, that changes or is NaN."""
+"""The index of the token, of three, that is changed or NaN."""
 
 _TOLERANCE = 1e-4
-"""The largest difference of a result, as a fraction of its spread: rounding in float32, which other rows may change."""
+"""The largest difference of a result, as a fraction of its spread: other rows may change the rounding in float32."""
 
 _PART = 1 << 22
-"""The weights that are converted at once."""
+"""Number of weights that are converted at a time."""
 
 _BY_ROW = ("aten.linear.default", "etkv.linear.default", "etkv.packed_linear.default")
 """Products of each row of the first argument with weights."""
@@ -48,41 +49,41 @@ def check(
     family: str,
     used: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Raise :class:`EtkvError` unless each token of ``traced`` depends on itself and its position alone.
+    """Raise :class:`EtkvError` unless each token of ``traced`` depends only on itself and its position.
 
-    ``inputs`` are those of three tokens: ids ``[1, 3]``, rows ``[1, 3, ...]``, and positions ``[3]``, which are
-    replaced by others below ``max_context``. The error names the module in which a token reads others. ``used`` is told
-    the bytes of weights that were read.
+    ``inputs`` are those of three tokens: ids ``[1, 3]``, rows ``[1, 3, ...]``, and positions ``[3]``. Positions are
+    replaced by other positions below ``max_context``. The error names the module in which a token reads other tokens.
+    ``used`` is called with the bytes of weights that were read.
     """
     if any(free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes):
-        raise ValueError("its graph depends on values that only a run knows")
+        raise ValueError("its graph depends on values known only at run time")
     graph = traced.module(check_guards=False)
     length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
     ends = next(reversed(graph.graph.nodes)).all_input_nodes
-    # The middle token has others on both sides. A program of the last row returns the last token only.
+    # The middle token has neighbours on both sides. A program of the last row returns only the last token.
     alone = _CHANGED if all(length in _sizes(end) for end in ends) else 2
-    # Neither adjacent nor in order, as those of a tree may be.
+    # Positions may be neither adjacent nor in order, like those of a tree.
     inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
-    others, places = "reads other tokens", "reads the place of a token in its step, or their number"
+    others, places = "reads other tokens", "reads the index of a token in its step, or the number of tokens"
     one = {name: _row(given, alone) for name, given in inputs.items()}
     whole, *variants = (_Run(inputs), _Run(_changed(inputs)), _Run(inputs, poisoned=True), _Run(one))
     try:
         _Runs(graph, [whole, *variants], length, used).compute()
     except IndexError as error:
-        # The ids may be what an embedding lacks.
+        # If the model also fails at the first positions, the ids may be invalid, not the positions.
         _Runs(graph, [_Run({**inputs, "cache_position": torch.arange(3)})], length, used).compute()
         raise EtkvError(
             f"max-context {max_context} is above the positions of the model: {first_line(error)}; export it with a "
             "smaller --max-context"
         ) from error
     if any(torch.isnan(whole.values[end]).any() for end in ends):
-        raise ValueError("its outputs are NaN, which hides whether a token reads others")
+        raise ValueError("its outputs are NaN, so it cannot be checked whether a token reads others")
     for run, what, rows in zip(variants, (others, others, places), (None, None, alone), strict=True):
         pair = _Pair(whole.values, run.values, length, rows, poisoned=run.poisoned)
         if any(pair.differs(end) for end in ends):
             raise EtkvError(
                 f"model family {family!r} cannot be exported: {pair.origin(ends)} {what}, outside of the ops of the "
-                "cache, and its program would give other answers than the model"
+                "cache, so its program would give other answers than the model"
             )
 
 
@@ -92,7 +93,7 @@ def _row(given: torch.Tensor, token: int) -> torch.Tensor:
 
 
 def _changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``inputs`` with a token changed."""
+    """Return ``inputs`` with one token changed."""
     changed = {name: given.clone() for name, given in inputs.items()}
     for given in changed.values():
         row = _row(given, _CHANGED)
@@ -101,9 +102,10 @@ def _changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Run:
-    """A run of the graph on ``inputs``. With ``poisoned``, a token is NaN from where ids and positions become numbers.
+    """A run of the graph on ``inputs``. With ``poisoned``, a token becomes NaN where its id or position becomes a
+    float.
 
-    ``values`` has the results of the nodes that depend on the inputs.
+    ``values`` are the results of the nodes that depend on the inputs.
     """
 
     def __init__(self, inputs: dict[str, torch.Tensor], *, poisoned: bool = False) -> None:
@@ -114,8 +116,8 @@ class _Run:
 class _Runs:
     """Runs a graph in float32, with functions of one token in place of the ops of the cache.
 
-    All ``runs`` go through the graph together, so that each weight is read once. ``length`` is the number of tokens of
-    a step, as shapes in the graph have it.
+    All ``runs`` advance through the graph together, so that each weight is read once. ``length`` is the symbol for the
+    number of tokens in the shapes of the graph.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, runs: list[_Run], length: str, used: Callable[[int], None]) -> None:
@@ -163,7 +165,7 @@ class _Runs:
         ]
         is_by_row = str(node.target) in _BY_ROW and node.args[0] in self._runs[0].values
         if is_by_row and all(len(own) == 1 for own in sources):
-            # Rows of all runs, because unpacking the weights takes longer than the products.
+            # Compute the rows of all runs at once, because unpacking the weights takes longer than the products.
             ends = [own[0].flatten(0, -2) for own in sources]
             (_, *others), named = _arguments(node, constants, self._runs[0].values)
             rows = self._call(node, (torch.cat(ends), *others), named).split([len(end) for end in ends])
@@ -188,10 +190,11 @@ class _Runs:
         target: Any = node.target
         own = self._own.get(str(target))
         if target is torch.ops.aten.view.dtype:
-            # Bytes of packed weights, which have no other type.
+            # Packed weights are bytes, which are not converted.
             return target(*args, **kwargs)
         if own is None or own not in _TAKE_HALVES:
-            # Weights in half precision are converted for one function at a time: all at once would double them.
+            # Convert weights in half precision for one function at a time. All float32 weights together would need too
+            # much memory.
             args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
         if own is not None:
             return own(*args, **kwargs)
@@ -199,14 +202,14 @@ class _Runs:
             return getattr(args[0], target)(*args[1:], **kwargs)
         of_quantization = str(target).startswith(("torchao.quantize_affine", "torchao.dequantize_affine"))
         if of_quantization and args[0].is_floating_point():
-            # Rounded activations would hide small differences, and make others.
+            # Skip the rounding of activations, which would hide small differences and cause others.
             return args[0]
         return target(*args, **kwargs)
 
     def _attend(
         self, q: Any, k: Any, v: Any, position: Any, layer_id: int, scale: float, *others: Any, **named: Any
     ) -> Any:
-        """Return the values, changed by the products of queries and keys."""
+        """Return the values times a factor that depends on queries and keys of the same token."""
         self._check_position(position)
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -216,7 +219,7 @@ class _Runs:
     def _convolve(
         self, x: Any, weight: Any, bias: Any, position: Any, layer_id: int, activation: str, out_dtype: torch.dtype
     ) -> Any:
-        """Return what a token's own input adds to the convolution."""
+        """Return the contribution of a token's own input to the convolution."""
         self._check_position(position)
         made = x * weight[:, -1:] + (0 if bias is None else bias[:, None])
         return torch.nn.functional.silu(made) if activation == "silu" else made
@@ -224,7 +227,7 @@ class _Runs:
     def _scan(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any, position: Any, layer_id: int, scale: float, out_dtype: Any
     ) -> Any:
-        """Return the outputs after a state of zeros, with the decay as a factor."""
+        """Return the outputs for a previous state of zeros, times the decay."""
         self._check_position(position)
         product = (q * k).sum(-1, keepdim=True).repeat_interleave(v.shape[1] // k.shape[1], dim=1) * scale
         decay = g.mean(-1, keepdim=True) if g.dim() == 4 else g.unsqueeze(-1)
@@ -236,22 +239,22 @@ class _Runs:
 
 
 def _experts(*arguments: Any) -> torch.Tensor:
-    """Return the outputs of experts without the rounding of activations, which would make differences of its own."""
-    tensors, fmt, between = arguments[:7], WeightFormat(*arguments[7:9]), experts_op.Activation(*arguments[9:])
+    """Return the outputs of experts without the rounding of activations, which would cause differences."""
+    formats = WeightFormat(*arguments[7:9]), WeightFormat(*arguments[9:11])
     compute: Any = experts_op.compute
-    made: torch.Tensor = compute(*tensors, fmt, between, rounds=False)
+    made: torch.Tensor = compute(*arguments[:7], formats, experts_op.Activation(*arguments[11:]), rounds=False)
     return made
 
 
 def _linear(
     x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, name: str, group_size: int, rows: int
 ) -> torch.Tensor:
-    """Return products without the rounding of activations."""
+    """Return the products without the rounding of activations."""
     return linear_op.compute(x, weights, bias, WeightFormat(name, group_size), rows, rounds=False)
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return products in float32, of a part of the weights at a time."""
+    """Return the products in float32, with a part of the weights at a time."""
     parts = weight.split(max(1, _PART // weight.shape[1]))
     made = torch.cat([x @ part.float().T for part in parts], dim=-1)
     return made if bias is None else made + bias.float()
@@ -263,7 +266,7 @@ def _embedding(weight: torch.Tensor, ids: torch.Tensor, *others: object) -> torc
 
 
 _TAKE_HALVES = (_plain_linear, _embedding)
-"""Functions that convert weights in half precision themselves, in parts."""
+"""Functions that convert weights in half precision by themselves, in parts."""
 
 
 def _arguments(node: Node, constants: dict[Node, Any], values: dict[Node, Any]) -> tuple[Any, Any]:
@@ -281,7 +284,7 @@ def _float(value: Any) -> Any:
 
 
 def _in_float32(argument: Any) -> Any:
-    """Return float32 for a dtype of half precision, a tensor as :func:`_float` does, and others as they are."""
+    """Convert a half-precision dtype to float32, and a tensor with :func:`_float`. Return other arguments unchanged."""
     return torch.float32 if isinstance(argument, torch.dtype) and argument in _HALF else _float(argument)
 
 
@@ -300,7 +303,7 @@ def _token_axis(node: Node, length: str) -> int | None:
 
 
 class _Pair:
-    """The results of two runs: all tokens, and the same with one changed or poisoned, or with the token ``alone``."""
+    """The results of two runs: one with all tokens, and one with a changed or poisoned token or only token ``alone``."""
 
     def __init__(
         self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None, *, poisoned: bool
@@ -308,7 +311,7 @@ class _Pair:
         self._first, self._second, self._length, self._alone, self._poisoned = first, second, length, alone, poisoned
 
     def differs(self, node: Node) -> bool:
-        """Return whether rows of ``node`` differ that must not. False where that is unknown."""
+        """Return whether rows of ``node`` differ that must be equal. False if this is unknown."""
         if not self._is_known(node):
             return False
         first, second, alone = self._first[node], self._second[node], self._alone
@@ -326,13 +329,13 @@ class _Pair:
         return not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE * spread, equal_nan=True)
 
     def _is_known(self, node: Node) -> bool:
-        """Return whether ``node`` is a tensor with one axis of tokens, or without any."""
+        """Return whether ``node`` is a tensor with at most one dynamic axis, which is that of tokens."""
         if not isinstance(self._first.get(node), torch.Tensor):
             return False
         return [size for size in _sizes(node) if not size.isdigit()] in ([], [self._length])
 
     def origin(self, ends: list[Node]) -> str:
-        """Return the name of the module whose results differ first, of those that the results ``ends`` come from."""
+        """Return the name of the first module with a difference, among those on which the results ``ends`` depend."""
         order = {node: at for at, node in enumerate(self._first)}
         found, seen = ends[0], set()
         stack = [end for end in ends if self.differs(end)]

@@ -1,4 +1,4 @@
-"""Finds the weights of a folder, and refuses checkpoints with weights that an export would silently drop."""
+"""Finds the weights of a folder, and refuses checkpoints with weights that an export would silently ignore."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ _CHECKPOINTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""The checkpoints that transformers looks for, in order. It reads the first that exists."""
+"""The checkpoints that transformers looks for, in order. It reads the first one that exists."""
 
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|random_states.*)\.bin")
-"""Files that a training leaves beside its weights."""
+"""Files that training leaves next to the weights."""
 
 _COPIES = re.compile(
     r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|consolidated(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
-"""The same weights in another format. Many published folders have them beside the weights that transformers reads."""
+"""The same weights in other formats. Many published folders have them next to the weights that transformers reads."""
 
 _WITHOUT_EFFECT = re.compile(
     # Models compute these: frequencies, positions, and causal masks that were once buffers.
     r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
     r"|(.*\.)?position_ids"
     r"|(.*\.)?(attn|attention|self_attn|self_attention)\.(bias|masked_bias)"
-    # A language model without images and audio omits these.
+    # These are for images and audio, which a language model does not use.
     r"|(.*\.)?(vision_tower|vision_model|vision_embed_tokens|visual|audio_tower|multi_modal_projector|embed_vision"
     r"|embed_audio|image_newline)(\..*)?"
-    # Other predictions than the next token: a value, a class, tokens after the next.
+    # These predict something else than the next token: a value, a class, or tokens after the next.
     r"|(score|v_head|classifier)\..*"
     r"|(.*\.)?mtp\..*"
 )
-"""Names of weights that may have no place in the model: its logits do not depend on them."""
+"""Names of weights that the model may lack, because logits do not depend on them."""
 
 _MASK = re.compile(r"(.*\.)?(attn|attention|self_attn|self_attention)\.bias")
 """Names of masks that were once buffers, and of biases."""
 
 _SETTINGS = ("quantization_config", "compression_config")
-"""Where a configuration has the settings of a quantization. The second name is that of older packages."""
+"""The entries of a configuration with the settings of a quantization. The second name is that of older packages."""
 
 _NAMED = 3
-"""The most names of weights in a message. Other weights are counted."""
+"""Maximum number of names of weights in a message. Further weights are counted."""
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Return the files of weights of ``folder``, those that transformers reads.
+    """Return the files of ``folder`` from which transformers reads weights.
 
-    It may have one checkpoint, whole or in shards, and no adapter. Raises :class:`EtkvError` if it has weights that
-    transformers would not read, or lacks weights that it names.
+    Raises :class:`EtkvError` if the folder has an adapter, weights that transformers would not read, or an index with
+    files that are missing.
     """
     adapters = sorted(
         file.name for file in folder.glob("adapter_*") if file.suffix in (".json", ".safetensors", ".bin")
     )
     if adapters:
         raise EtkvError(
-            f"folder {folder} has an adapter ({', '.join(adapters)}), which the program would lack: merge it into the "
+            f"folder {folder} has an adapter ({', '.join(adapters)}), which an export would ignore: merge it into the "
             "weights and export those, or move it out of the folder"
         )
     checkpoint = next((name for name in _CHECKPOINTS if (folder / name).is_file()), None)
@@ -80,13 +80,13 @@ def find_files(folder: Path) -> list[Path]:
         read |= (shards := _shards(folder / checkpoint))
         absent = sorted(name for name in shards if not (folder / name).is_file())
         if absent:
-            raise EtkvError(f"folder {folder} lacks {_few(absent)}, of the weights that its {checkpoint} names")
+            raise EtkvError(f"folder {folder} lacks {_few(absent)}, which its {checkpoint} lists")
     there = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
     there |= {name for name in _CHECKPOINTS if (folder / name).is_file()}
     unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name) and not _COPIES.fullmatch(name))
     if unread:
         raise EtkvError(
-            f"folder {folder} has weights beside those of its {checkpoint}, which the program would lack: move "
+            f"folder {folder} has more weights than those of its {checkpoint}, which an export would ignore: move "
             f"{_few(unread)} out of the folder"
         )
     return sorted(folder / name for name in read if not name.endswith(".json"))
@@ -97,13 +97,14 @@ def _shards(index: Path) -> set[str]:
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise EtkvError(f"{index} is no index of weights: {first_line(error)}") from error
+        raise EtkvError(f"{index} is not an index of weights: {first_line(error)}") from error
 
 
 def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> Checkpoint | None:
-    """Return the weights in ``files`` of the folder ``path``, decoded as they are read; None if they are plain.
+    """Return the quantized weights in ``files`` of the folder ``path``, which are decoded when they are read.
 
-    Reads the sizes of tensors only. Raises :class:`EtkvError` for a quantization that cannot be decoded.
+    Return None if they are not quantized. Reads only the sizes of tensors. Raises :class:`EtkvError` for a quantization
+    that cannot be decoded.
     """
     from etkv.export import published
 
@@ -117,7 +118,7 @@ def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> C
 def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
     """Raise :class:`EtkvError` unless the weights of ``path`` and of ``model`` match one to one.
 
-    ``report`` is transformers' report of what it loaded. Weights of the layers ``dropped`` need no place.
+    ``report`` is transformers' report of the loaded weights. The model may lack weights of the layers ``dropped``.
     """
     missing = sorted(report["missing_keys"])
     if missing:
@@ -126,7 +127,7 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
     if mismatched:
         name, found, expected = mismatched[0]
         raise EtkvError(
-            f"{path} has {len(mismatched)} weights of another shape than its configuration says, the first is {name}: "
+            f"{path} has {len(mismatched)} weights whose shape differs from its configuration, the first is {name}: "
             f"{list(found)}, expected {list(expected)}"
         )
     masks = _masks(path, report["unexpected_keys"])
@@ -138,9 +139,9 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
     )
     if unexpected:
         raise EtkvError(
-            f"{path} has {len(unexpected)} weights that model family {model.config.model_type!r} has no place for with "
-            f"this configuration, and that the program would lack: {_few(unexpected)}; mend config.json, or take them "
-            "out of the checkpoint"
+            f"{path} has {len(unexpected)} weights that model family {model.config.model_type!r} does not have with "
+            f"this configuration, and that an export would ignore: {_few(unexpected)}; correct config.json, or remove "
+            "them from the checkpoint"
         )
 
 
@@ -151,7 +152,7 @@ def unreadable(path: Path, error: Exception) -> EtkvError:
 
 
 def quantization(config: PreTrainedConfig) -> str | None:
-    """Return the method by which a checkpoint is quantized; None if it is not."""
+    """Return the method of a checkpoint's quantization; None if it is not quantized."""
     settings = _quantization_settings(config)
     if not settings:
         return None
@@ -159,7 +160,7 @@ def quantization(config: PreTrainedConfig) -> str | None:
 
 
 def plain(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy of ``config`` that says nothing of a quantization."""
+    """Return a copy of ``config`` without settings of a quantization."""
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config()):
         for name in _SETTINGS:
@@ -169,7 +170,7 @@ def plain(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _quantization_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the quantization of a checkpoint; empty if it has none."""
+    """Return the settings of a checkpoint's quantization; empty if it is not quantized."""
     for part in (config, config.get_text_config()):
         for name in _SETTINGS:
             settings = getattr(part, name, None)
@@ -197,7 +198,7 @@ def _masks(path: Path, names: Iterable[str]) -> set[str]:
                 if _is_square(weights.get_slice(name).get_shape()):
                     found.add(name)
     for file in path.glob("*.bin") if wanted - found else ():
-        # Only sizes are read.
+        # Reads only sizes.
         tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
         found |= {name for name in wanted & set(tensors) if _is_square(tensors[name].shape)}
     return found
@@ -208,6 +209,6 @@ def _is_square(shape: Sequence[int]) -> bool:
 
 
 def _few(names: list[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first names, and the number of further names."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, with the names and the order of elements of transformers' model."""
+"""The weights of a GGUF file, with the names and the layout of transformers' model."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _INTERLEAVED = frozenset({"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
-"""Architectures whose stored queries and keys rotate neighbours as pairs. transformers rotates halves."""
+"""Architectures whose stored queries and keys rotate pairs of neighbours. transformers pairs the halves of a head."""
 
 _SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"})
 """Architectures whose stored norms include the 1 that transformers adds to weights."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
-"""Tensors that follow from the settings. Old converters stored the frequencies of the rotary embedding."""
+"""Tensors that follow from the settings: old converters stored the frequencies of the rotary embedding."""
 
 _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
     "mlp_bias": re.compile(r".*\.mlp\.(gate|up|down)_proj\.bias"),
 }
-"""Settings that give every projection of a block a bias, even if the file has only some -> names of these biases.
+"""Settings with which every projection of a block has a bias in transformers -> names of these biases.
 
-An absent bias is zero."""
+A bias that the file lacks is zero."""
 
 
 def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
-    """Return the weights of the model of ``config``: name -> weight, which is decoded as it is read.
+    """Return the weights of the model of ``config``: name -> weight, which is decoded when it is read.
 
     ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing, or if the model
-    has no place for a tensor. A weight of another shape raises it when it is read.
+    does not use a tensor. A weight of a wrong shape raises it when it is read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
 
 @dataclass(frozen=True)
 class _Weight(Weight):
-    """The weight ``name`` of transformers' model, of ``shape``, which the tensors ``sources`` make up."""
+    """The weight ``name`` of transformers' model, which has ``shape`` and comes from the tensors ``sources``."""
 
     reader: _Reader
     name: str
@@ -75,7 +75,7 @@ class _Weight(Weight):
         return torch.from_numpy(self.reader.read(self.name, self.sources, self.shape))
 
     def groups(self) -> Groups | None:
-        """Return integers and scales, if one tensor has them and its rows are those of the weight."""
+        """Return integers and scales if the weight is one quantized tensor with the same rows."""
         return self.reader.groups(self.name, self.sources, self.shape)
 
 
@@ -100,10 +100,10 @@ class _Reader:
             values = values.reshape(shape)
         if values.shape != shape:
             raise EtkvError(
-                f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, and its model needs "
-                f"{list(shape)} there"
+                f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, but its model needs "
+                f"{list(shape)}"
             )
-        # float32 values are read-only views of the file, which this copies.
+        # Copy float32 values, which are read-only views of the file.
         return np.require(values, requirements=["C", "W"])
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
@@ -120,7 +120,7 @@ class _Reader:
         parts = [packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors]
         if len(shape) == 2 and len(parts) == 1:
             if self._file.architecture == "gpt2":
-                # Its model has transposed weights, and packed ones are as in the file.
+                # GPT-2 in transformers has transposed weights, but packed weights have the layout of the file.
                 return parts[0]
 
             def arranged(matrix: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class _Reader:
         return joined(of_experts)
 
     def check_there(self, name: str, sources: list[str]) -> None:
-        """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, up to biases that are zero."""
+        """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, unless it is a bias, which is zero."""
         for source in sources:
             if source not in self._file.tensors and not self._is_absent_bias(name, source):
                 raise EtkvError(f"{self._file.path} lacks tensor {source} of its model")
@@ -152,12 +152,12 @@ class _Reader:
             if name in named or name in rope.SETTINGS or _WITHOUT_EFFECT.fullmatch(name):
                 continue
             raise EtkvError(
-                f"tensor {name} of {self._file.path} has no place in transformers' model of family "
+                f"tensor {name} of {self._file.path} is not used by transformers' model of family "
                 f"{self._config.model_type!r}; export the model's Hugging Face folder instead"
             )
 
     def sources(self, name: str) -> list[str]:
-        """Return the names of the file's tensors that make up transformers' parameter ``name``."""
+        """Return the names of the file's tensors for transformers' parameter ``name``."""
         layer = re.search(r"\.(\d+)\.", name)
         rule = self._rule(name)
         if layer is not None and rule is not None:
@@ -192,7 +192,7 @@ class _Reader:
         )
 
     def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
-        """Return ``values`` as transformers stores them: llama.cpp's converters reorder some of them."""
+        """Return ``values`` in the layout of transformers, because llama.cpp's converters reorder some weights."""
         architecture, config = self._file.architecture, self._config
         ordered: np.ndarray = values
         if architecture in _INTERLEAVED and ".attn_q." in source:
@@ -212,6 +212,6 @@ class _Reader:
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of a projection with the two halves of each head in sequence. They were stored interleaved."""
+    """Return the rows of a projection with the halves of each head in sequence, from interleaved halves."""
     pairs: np.ndarray = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     return pairs
