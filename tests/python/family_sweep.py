@@ -222,7 +222,9 @@ def read(file: Path) -> dict[str, dict[str, Outcome]]:
 
 
 def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, Outcome]]:
-    """Run the cases without an outcome, print the outcomes, and add them to ``file``. Return all outcomes in ``file``."""
+    """Run the cases without an outcome, print the outcomes, and add them to ``file``. Return all outcomes in
+    ``file``.
+    """
     outcomes = read(file)
     for family, backend in cases:
         if backend in outcomes.get(family, {}):

@@ -456,7 +456,9 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
 
 
 def from_weights(program: Program) -> PreTrainedModel:
-    """Return the model in transformers, with the configuration of ``program`` and the weights of its .pte in float32."""
+    """Return the model in transformers, with the configuration of ``program`` and the weights of its .pte in
+    float32.
+    """
     model = load_hf(program.hf)
     missing, unexpected = model.load_state_dict(weights(program), strict=False)
     assert not unexpected, unexpected

@@ -64,7 +64,9 @@ def expected(tokenizer: etkv.Tokenizer, prompt: list[int], count: int = COUNT) -
 
 
 def turns(tokenizer: etkv.Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return the prompt and the answer of each turn of a chat in transformers. Answers keep their ids in later prompts."""
+    """Return the prompt and the answer of each turn of a chat in transformers. Answers keep their ids in later
+    prompts.
+    """
     messages: list[dict[str, str]] = []
     answered: dict[int, list[int]] = {}
     made = []

@@ -348,7 +348,9 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, case):
 
 
 def quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
-    """Quantize the weights of ``folder`` whose names contain ``chosen``. Write their dequantized values to ``plain``."""
+    """Quantize the weights of ``folder`` whose names contain ``chosen``. Write their dequantized values to
+    ``plain``.
+    """
     loaded = load_file(folder / "model.safetensors")
     quantized, meant = dict(loaded), dict(loaded)
     for number, name in enumerate(name for name, x in loaded.items() if chosen in name and x.dim() == 2):

@@ -113,7 +113,9 @@ def _empty(folder: Path) -> Path:
 
 @pytest.mark.parametrize("as_list", [True, False])
 def test_named_templates_in_the_config(runner, tmp_path, as_list):
-    """Older folders have named templates in tokenizer_config.json. If there are template files, these replace them all."""
+    """Older folders have named templates in tokenizer_config.json. If there are template files, these replace
+    them all.
+    """
     tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
     listed = [{"name": name, "template": source} for name, source in NAMED.items()]
     config = {**SPECIAL_TOKENS, "chat_template": listed if as_list else NAMED}

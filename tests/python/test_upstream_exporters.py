@@ -246,7 +246,9 @@ def test_a_ring_goes_round_as_in_torch():
 
 
 def test_hidden_states_of_a_step(ended):
-    """Only the first step is compared: with the installed transformers, tapped programs write every step to position 0."""
+    """Only the first step is compared: with the installed transformers, tapped programs write every step to
+    position 0.
+    """
     assert ended[TAPPED] is None
     text = prompt(STEP)
     with loaded(TAPPED) as program:
@@ -367,7 +369,9 @@ def generated(model: PreTrainedModel, features: torch.Tensor, start: int) -> lis
 
 @each(list(REFUSED))
 def test_exports_that_fail(made, ended):
-    """docs/programs.md lists these exports with their reasons. If one succeeds after an update, move it to the others."""
+    """docs/programs.md lists these exports with their reasons. If one succeeds after an update, move it to the
+    others.
+    """
     assert ended[made] is not None, "it exports now"
     assert REFUSED[made] in ended[made]
 

@@ -43,7 +43,9 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class TinyProgram:
-    """The program of a tiny model of ``family`` with ``changes`` to its settings. ``name`` is the name of its folder."""
+    """The program of a tiny model of ``family`` with ``changes`` to its settings. ``name`` is the name of its
+    folder.
+    """
 
     name: str
     family: str
@@ -155,6 +157,8 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def is_greedy(rows: torch.Tensor, chosen: Sequence[int]) -> bool:
-    """Return whether each id is the greedy id after those before it. If two logits are nearly equal, both are accepted."""
+    """Return whether each id is the greedy id after those before it. If two logits are nearly equal, both are
+    accepted.
+    """
     logits = rows.gather(1, torch.tensor(list(chosen), dtype=torch.int64)[:, None])[:, 0]
     return bool((rows.max(dim=1).values - logits < 1e-3).all())

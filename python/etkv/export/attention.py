@@ -85,7 +85,9 @@ class _CausalMask:
         return f"chunks of {self.chunk}" if self.chunk else f"a window of {self.window}"
 
     def __getitem__(self, rows: object) -> _CausalMask:
-        """Return the mask itself: the slices of :func:`etkv.export.forward.kept_rows` contain all tokens in a survey."""
+        """Return the mask itself: the slices of :func:`etkv.export.forward.kept_rows` contain all tokens in a
+        survey.
+        """
         return self
 
 
@@ -311,7 +313,9 @@ def _attend(
 
 
 def _sinks(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | None:
-    """Return the sinks of a layer, ``[heads]``, or None. Raises :class:`ValueError` unless there is one for each head."""
+    """Return the sinks of a layer, ``[heads]``, or None. Raises :class:`ValueError` unless there is one for each
+    head.
+    """
     given = [arguments[name] for name in _SINKS if arguments.get(name) is not None]
     if not given:
         return None

@@ -42,7 +42,9 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str
 
 
 def publish(scratch: Path, folder: Path, names: list[str]) -> None:
-    """Move the files ``names`` from ``scratch`` to ``folder``. Remove templates of an earlier export from ``folder``."""
+    """Move the files ``names`` from ``scratch`` to ``folder``. Remove templates of an earlier export from
+    ``folder``.
+    """
     for stale in (folder / TEMPLATE, *(folder / TEMPLATES).glob("*.jinja")):
         if stale.relative_to(folder).as_posix() not in names:
             stale.unlink(missing_ok=True)

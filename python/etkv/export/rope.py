@@ -84,7 +84,9 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
 
 
 def _choose(module: torch.nn.Module, name: str, beyond: torch.Tensor, limit: int) -> None:
-    """Let the attribute ``name`` of ``module`` be its value up to a capacity of ``limit`` positions, else ``beyond``."""
+    """Let the attribute ``name`` of ``module`` be its value up to a capacity of ``limit`` positions, else
+    ``beyond``.
+    """
     from etkv.export.by_capacity import select_by_capacity
 
     module.register_buffer(f"{name}_within", getattr(module, name), persistent=False)

@@ -1,8 +1,8 @@
-"""Experts of Llama 4, which scale their inputs, in the form of all other mixtures of experts.
+"""Converts the experts of Llama 4, which scale their inputs, to the interface of other mixtures of experts.
 
-transformers computes every expert for every token, with inputs of zeros where a router did not choose it. An expert
-returns zeros for zeros, so the chosen ones suffice: each pair of a token and an expert becomes a row, whose input has
-the router's score as a factor, and whose output has a weight of one.
+transformers computes every expert for every token, with inputs of zeros if the router did not choose the expert. An
+expert returns zeros for zeros, so computing the chosen experts suffices. Each pair of a token and an expert becomes a
+row: its input is multiplied by the router's score, and its output has weight 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4
 
 
 class RoutedExperts(Llama4TextExperts):  # type: ignore[misc] # transformers has no types.
-    """The experts of one layer, with the interface through which transformers lets others compute them."""
+    """The experts of one layer, with transformers' interface for replacing their computation."""
 
     config: Any
     has_gate, has_bias, has_post_expert_norm = True, False, False
@@ -31,7 +31,7 @@ class RoutedExperts(Llama4TextExperts):  # type: ignore[misc] # transformers has
 
 
 class RoutedMoe(Llama4TextMoe):  # type: ignore[misc] # transformers has no types.
-    """A layer of experts that computes the chosen ones alone."""
+    """A layer of experts that computes only the chosen experts."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs ``[tokens, hidden]``, and the router's logits."""
@@ -45,7 +45,7 @@ class RoutedMoe(Llama4TextMoe):  # type: ignore[misc] # transformers has no type
 
 
 def take(model: torch.nn.Module) -> None:
-    """Let the layers of experts in ``model`` that scale their inputs have the form of others."""
+    """Convert the layers of experts in ``model`` that scale their inputs."""
     module: Any
     for module in model.modules():
         if type(module) is Llama4TextMoe:

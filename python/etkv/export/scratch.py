@@ -72,7 +72,9 @@ class Scratch:
         return mapped.view(dtype).view(tuple(shape))
 
     def _allocate(self, path: Path, size: int) -> None:
-        """Allocate a file of ``size`` bytes on the disk. Writing to a mapping crashes the process if the disk is full."""
+        """Allocate a file of ``size`` bytes on the disk. Writing to a mapping crashes the process if the disk is
+        full.
+        """
         with path.open("wb") as file:
             try:
                 if hasattr(os, "posix_fallocate"):

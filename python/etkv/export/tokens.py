@@ -303,7 +303,9 @@ def _token_axis(node: Node, length: str) -> int | None:
 
 
 class _Pair:
-    """The results of two runs: one with all tokens, and one with a changed or poisoned token or only token ``alone``."""
+    """The results of two runs: one with all tokens, and one with a changed or poisoned token or only token
+    ``alone``.
+    """
 
     def __init__(
         self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None, *, poisoned: bool

@@ -1,4 +1,4 @@
-"""Names the matrices of a model that are not packed with the others: the export says which, and why."""
+"""Finds the matrices of a model that are not packed, for a remark of the export with the reasons."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 _NAMED = 4
-"""The most kinds of matrices in a remark. Others are counted."""
+"""Maximum number of kinds of matrices in a remark. Further kinds are counted."""
 
 
 def remarks(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[str]:
     """Return a remark on the matrices among the parameters of ``modules``; empty if there are none.
 
-    Packed weights are no parameters.
+    Packed weights are not parameters.
     """
     sizes: Counter[str] = Counter()
     n, dtypes = 0, set()
@@ -38,7 +38,7 @@ def remarks(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[str]:
 
 
 def _why(module: Any) -> str:
-    """Return what ``module`` is."""
+    """Return the reason why the matrices of ``module`` are not packed: its role or its class."""
     if isinstance(module, torch.nn.Linear):
         return "expands latents in parts"
     return "a convolution" if isinstance(module, torch.nn.Conv1d) else type(module).__name__

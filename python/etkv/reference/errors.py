@@ -23,7 +23,9 @@ def invalid(message: str) -> StatusError:
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses other values, bools and floats too."""
+    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses other values, bools and floats
+    too.
+    """
     if not isinstance(value, bool):
         try:
             return operator.index(value)

@@ -73,7 +73,9 @@ def _by_key_head(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _grouped(values: Any, config: Any, size: int, axis: int = 0) -> Any:
-    """Return heads of values grouped by their head of keys. Files have the first head of all groups, then the second."""
+    """Return heads of values grouped by their head of keys. Files have the first head of all groups, then the
+    second.
+    """
     groups = config.linear_num_key_heads
     in_group = config.linear_num_value_heads // groups
     shape = values.shape

@@ -27,7 +27,9 @@ def _halves(blocks: Any) -> Any:
 
 
 def _nibbles(blocks: Any, fifths: Any) -> Any:
-    """Return the 32 codes of a block: the lower halves of 16 bytes, then the upper halves. ``fifths`` has fifth bits."""
+    """Return the 32 codes of a block: the lower halves of 16 bytes, then the upper halves. ``fifths`` has fifth
+    bits.
+    """
     codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1)
     return codes if fifths is None else codes | np.unpackbits(fifths, axis=-1, bitorder="little") << 4
 

@@ -87,7 +87,9 @@ class Groups:
         return groups.flatten(1).to(torch.int8) if fits else None
 
     def rows(self, arranged: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
-        """Return the groups with their rows reordered by ``arranged``, a function that reorders the rows of a matrix."""
+        """Return the groups with their rows reordered by ``arranged``, a function that reorders the rows of a
+        matrix.
+        """
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
         return replace(self, **{name: arranged(part) for name, part in parts.items() if part is not None})
 
