@@ -71,8 +71,10 @@ def routed_experts(
     second: Tensor,
     first_bias: Tensor | None,
     second_bias: Tensor | None,
-    weight_format: str,
-    group_size: int,
+    first_format: str,
+    first_group: int,
+    second_format: str,
+    second_group: int,
     activation: str,
     gated: bool,
     alpha: float,
@@ -90,8 +92,10 @@ def routed_experts(
         second: the packed weights of all experts' second products.
         first_bias: ``[experts, rows of the packed weights]``, in the order of the packed rows, or None.
         second_bias: ``[experts, hidden]``, or None.
-        weight_format: the format of the weights.
-        group_size: the number of weights that share a scale, or 0.
+        first_format: the format of the first products' weights.
+        first_group: the number of these weights that share a scale, or 0.
+        second_format: the format of the second products' weights.
+        second_group: the number of these weights that share a scale, or 0.
         activation: the name of :class:`Activation`. The arguments after it are the other fields.
 
     Returns:
@@ -108,7 +112,7 @@ def routed_experts(
         second,
         first_bias,
         second_bias,
-        WeightFormat(weight_format, group_size),
+        (WeightFormat(first_format, first_group), WeightFormat(second_format, second_group)),
         Activation(activation, gated, alpha, limit, offset),
     )
 
@@ -122,8 +126,10 @@ def _(
     second: Tensor,
     first_bias: Tensor | None,
     second_bias: Tensor | None,
-    weight_format: str,
-    group_size: int,
+    first_format: str,
+    first_group: int,
+    second_format: str,
+    second_group: int,
     activation: str,
     gated: bool,
     alpha: float,
@@ -141,7 +147,7 @@ def compute(
     second: Tensor,
     first_bias: Tensor | None,
     second_bias: Tensor | None,
-    fmt: WeightFormat,
+    formats: tuple[WeightFormat, WeightFormat],
     between: Activation,
     *,
     rounds: bool = True,
@@ -157,7 +163,7 @@ def compute(
     if chosen and not 0 <= chosen[0] <= chosen[-1] < len(first):
         raise ValueError(f"expected experts from 0 to {len(first) - 1}, got {chosen[0]} to {chosen[-1]}")
 
-    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, fmt: WeightFormat) -> Tensor:
         if rounds and fmt.group_size:
             rows = rounded(rows, fmt.group_size)
         made = rows @ matrix.T
@@ -165,10 +171,11 @@ def compute(
 
     made = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen:
-        hidden = product(x.float(), fmt.unpack(first[expert]), None if first_bias is None else first_bias[expert])
+        bias = None if first_bias is None else first_bias[expert]
+        hidden = product(x.float(), formats[0].unpack(first[expert]), bias, formats[0])
         hidden = between(torch.cat([half.T for half in apart(hidden.T)], dim=-1) if between.gated else hidden)
-        matrix = fmt.unpack(second[expert])[: x.shape[1]]
-        output = product(hidden, matrix, None if second_bias is None else second_bias[expert])
+        matrix = formats[1].unpack(second[expert])[: x.shape[1]]
+        output = product(hidden, matrix, None if second_bias is None else second_bias[expert], formats[1])
         is_chosen = experts == expert
         factors = torch.where(is_chosen, weights, 0.0).sum(dim=1, keepdim=True)
         made = torch.where(is_chosen.any(dim=1, keepdim=True), made + output * factors, made)

@@ -10,6 +10,8 @@ interleaved, so that a vector register gets one element of each row.
     its scale times (code - offset), with an offset of 128 or 8. Codes of 8 bits are ``[group / 4, 16, 4]``: four codes
     of row 0, then four codes of row 1, and so on. Codes of 4 bits are ``[group / 8, 16, 4]`` bytes, which hold eight
     codes of each row: byte ``j`` has code ``j`` in its lower half and code ``j + 4`` in its upper half.
+``int8_float16``, ``int8_float32``, ``int4_float16``, ``int4_float32``
+    The same with scales in float16 or float32: those of published weights that bfloat16 does not hold exactly.
 
 The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
 gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
@@ -26,11 +28,11 @@ from torch import Tensor
 ROWS = 16
 """The rows of a tile."""
 
-_SCALES = 2 * ROWS
-"""The bytes of a tile's scales."""
+_SCALES = {"": torch.bfloat16, "_float16": torch.float16, "_float32": torch.float32}
+"""The end of a format's name -> the dtype of its scales. Those that take less memory are first."""
 
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
-"""A format -> the bits of a weight."""
+_INTEGERS = {f"int{bits}{end}": (bits, dtype) for bits in (8, 4) for end, dtype in _SCALES.items()}
+"""A format of integers -> the bits of a weight, and the dtype of scales."""
 
 _PART = 1 << 18
 """Number of weights that are packed at a time."""
@@ -50,8 +52,9 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         """Raise :class:`ValueError` for a format that the kernels do not support."""
-        if self.name not in BITS:
-            raise ValueError(f"expected weights in {', '.join(BITS)}, got {self.name!r}")
+        names = (*_FLOATS, *_INTEGERS)
+        if self.name not in names:
+            raise ValueError(f"expected weights in {', '.join(names)}, got {self.name!r}")
         if self.name in _FLOATS and self.group_size:
             raise ValueError(f"weights in {self.name} have no groups, got a group size of {self.group_size}")
         if self.name not in _FLOATS and (self.group_size < 32 or self.group_size % 32):
@@ -63,9 +66,17 @@ class WeightFormat:
         return _FLOATS.get(self.name, torch.uint8)
 
     @property
+    def _bits(self) -> int:
+        return _INTEGERS[self.name][0]
+
+    @property
+    def _scales(self) -> torch.dtype:
+        return _INTEGERS[self.name][1]
+
+    @property
     def offset(self) -> int:
         """Return the code that stands for zero."""
-        return 1 << (BITS[self.name] - 1)
+        return 1 << (self._bits - 1)
 
     def shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Return the shape of a packed matrix ``[rows, columns]``.
@@ -77,7 +88,8 @@ class WeightFormat:
             return tiles, columns, ROWS
         if columns % self.group_size:
             raise ValueError(f"group-size {self.group_size} does not divide {columns}, the width of the weights")
-        return tiles, columns // self.group_size, _SCALES + self.group_size * ROWS * BITS[self.name] // 8
+        size = self._scales.itemsize * ROWS + self.group_size * ROWS * self._bits // 8
+        return tiles, columns // self.group_size, size
 
     def width(self, shape: Sequence[int]) -> int:
         """Return the columns of a packed matrix of this shape."""
@@ -106,11 +118,24 @@ class WeightFormat:
         extreme = torch.where(-least >= most, least, most)
         if not bool(torch.isfinite(extreme).all()):
             raise ValueError("weights are not finite")
-        scales = (extreme / -self.offset).bfloat16()
+        offset = self.offset
+        scales = (extreme / -offset).to(self._scales)
         inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
-        codes = (groups * inverse.unsqueeze(3)).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
-        codes = codes.to(torch.uint8).transpose(1, 2)
-        if self.name == "int4":
+        codes = (groups * inverse.unsqueeze(3)).round_().clamp_(-offset, offset - 1).add_(offset)
+        return self._joined(codes.to(torch.uint8), scales)
+
+    def keep(self, integers: Tensor, scales: Tensor) -> Tensor:
+        """Return the packed matrix of ``integers``, int8 ``[out, in]``, and ``scales``, ``[out, in / group]``.
+
+        The format holds the integers, and the scales exactly.
+        """
+        codes = _tiles(integers.short() + self.offset).to(torch.uint8)
+        return self._joined(codes.unflatten(2, (-1, self.group_size)), _tiles(scales).to(self._scales))
+
+    def _joined(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return packed tiles of ``codes``, uint8 ``[tiles, 16, groups, group]``, and ``scales``."""
+        codes = codes.transpose(1, 2)
+        if self._bits == 4:
             low, high = codes.unflatten(3, (-1, 2, 4)).unbind(4)
             packed = (low | high << 4).transpose(2, 3)
         else:
@@ -122,9 +147,10 @@ class WeightFormat:
         """Return the weights of a packed matrix, ``[rows, in]`` in float32, including the padding of the last tile."""
         if self.name in _FLOATS:
             return packed.float().transpose(1, 2).flatten(0, 1)
-        scales = packed[..., :_SCALES].contiguous().view(torch.bfloat16).float()
-        codes = packed[..., _SCALES:]
-        if self.name == "int4":
+        size = self._scales.itemsize * ROWS
+        scales = packed[..., :size].contiguous().view(self._scales).float()
+        codes = packed[..., size:]
+        if self._bits == 4:
             codes = codes.unflatten(2, (-1, ROWS, 4))
             # [tiles, groups, eights, rows, halves, 4] -> [tiles, rows, groups, eights, halves, 4]
             codes = torch.stack([codes & 15, codes >> 4], dim=4).permute(0, 3, 1, 2, 4, 5)
@@ -132,6 +158,12 @@ class WeightFormat:
             codes = codes.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
         numbers = codes.flatten(3).float() - self.offset
         return (numbers * scales.transpose(1, 2).unsqueeze(3)).flatten(2).flatten(0, 1)
+
+
+def holding(bits: int, group_size: int, scales: Tensor) -> WeightFormat:
+    """Return the format of integers of ``bits`` bits that holds float32 ``scales`` exactly and takes least memory."""
+    ends = (end for end, dtype in _SCALES.items() if torch.equal(scales.to(dtype).float(), scales))
+    return WeightFormat(f"int{bits}{next(ends)}", group_size)
 
 
 def padded(n: int) -> int:
@@ -146,6 +178,11 @@ def _tiles(matrix: Tensor) -> Tensor:
         matrix = torch.cat([matrix, matrix.new_zeros(missing, matrix.shape[1])])
     tiles: Tensor = matrix.unflatten(0, (-1, ROWS))
     return tiles
+
+
+def filled(matrix: Tensor) -> Tensor:
+    """Return the rows of ``matrix``, with zeros as rows that fill the last tile."""
+    return _tiles(matrix).flatten(0, 1)
 
 
 def alternate(gate: Tensor, up: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ FORMATS = [
     WeightFormat("int8", 64),
     WeightFormat("int4", 32),
     WeightFormat("int4", 128),
+    WeightFormat("int4_float16", 32),
+    WeightFormat("int8_float32", 64),
 ]
 
 FAMILIES = {
@@ -180,8 +182,8 @@ def _arguments(chosen: list[list[int]]):
 
     x = torch.randn(len(chosen), 32, generator=generator)
     weights = torch.rand(len(chosen), 2, generator=generator)
-    formats = ("int4", 32, "silu", True, 1.0, math.inf, 0.0)
-    return (x, torch.tensor(chosen), weights, packed(64), packed(32), None, None, *formats)
+    others = ("int4", 32, "int4", 32, "silu", True, 1.0, math.inf, 0.0)
+    return (x, torch.tensor(chosen), weights, packed(64), packed(32), None, None, *others)
 
 
 def test_the_op_is_one_of_torchs():

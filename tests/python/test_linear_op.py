@@ -12,7 +12,13 @@ from etkv.export.scratch import Scratch
 from etkv.linear_op import embedding, linear, rounded
 from etkv.packed_weights import WeightFormat
 
-FORMATS = [WeightFormat("float32"), WeightFormat("bfloat16"), WeightFormat("int8", 64), WeightFormat("int4", 32)]
+FORMATS = [
+    WeightFormat("float32"),
+    WeightFormat("bfloat16"),
+    WeightFormat("int8", 64),
+    WeightFormat("int4", 32),
+    WeightFormat("int4_float16", 32),
+]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -1,12 +1,11 @@
-"""Linear layers and embeddings with packed weights, as MLX's operations read them.
+"""Linear layers and embeddings with weights that are packed for MLX's operations.
 
-In a program ``etkv::packed_linear`` is a ``QuantizedMatmul``, and ``etkv::packed_embedding`` a gather of packed rows
-and their dequantization. In plain PyTorch both unpack the weights, a part at a time.
+In a program ``etkv::packed_linear`` is a ``QuantizedMatmul``, and ``etkv::packed_embedding`` gathers packed rows and
+dequantizes them. In plain PyTorch both unpack the weights, a part at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +19,11 @@ from etkv.export.scratch import Scratch
 if TYPE_CHECKING:
     import torch.fx
 
+    from etkv.export.packing import Kept
     from etkv.export.published.weight import Groups
 
 _PART = 1 << 20
-"""The weights that are unpacked at once."""
+"""Number of weights that are unpacked at a time."""
 
 
 @torch.library.custom_op("etkv::packed_linear", mutates_args=())
@@ -50,7 +50,7 @@ def _(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | Non
 @torch.library.custom_op("etkv::packed_embedding", mutates_args=())
 def embedding(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
     """Return the rows of packed weights at ``ids``, ``[*shape of ids, columns]`` in the dtype of ``scales``."""
-    # An index selects no rows of uint32.
+    # torch cannot index uint32.
     rows = packed.view(torch.int32)[ids].view(torch.uint32)
     of_rows = None if biases is None else biases[ids]
     return mlx_quantization.dequantize(rows, scales[ids], bits, scales.dtype, of_rows)
@@ -65,7 +65,7 @@ def _(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | N
 def gathered(
     x: Tensor, packed: Tensor, scales: Tensor, biases: Tensor, experts: Tensor, is_sorted: Tensor, bits: int
 ) -> Tensor:
-    """Return the products ``[n, 1, rows]`` of ``x``, ``[n, 1, columns]``, with the matrices at ``experts``, ``[n]``.
+    """Return the products ``[n, 1, rows]`` of ``x``, ``[n, 1, columns]``, with the matrices of ``experts``, ``[n]``.
 
     ``packed``, ``scales`` and ``biases`` are those of :func:`etkv.export.mlx_quantization.dequantize` for each expert.
     ``is_sorted`` is for MLX: whether rows of one expert are adjacent.
@@ -93,7 +93,7 @@ class _Layer(PackedLayer):
     etkv_bits: int
 
     def plain(self) -> Tensor:
-        """Return the weights, dequantized, in the dtype of the model."""
+        """Return the dequantized weights in the dtype of the model."""
         return mlx_quantization.dequantize(self.packed, self.scales, self.etkv_bits, self.scales.dtype, self.biases)
 
 
@@ -127,13 +127,13 @@ class Packer:
         self.rounds = True
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return packed weights and scales, in groups of a size that MLX takes."""
+        """Return packed weights and scales, in groups of a size that MLX supports."""
         group_size = self._group_size or weight.shape[1]
         packed, scales = mlx_quantization.quantize(weight, self._bits, group_size, self._scratch.empty)
         return packed, self._repeated(scales, group_size, _taken(group_size)), None
 
     def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return packed integers, scales and biases of a file; None if MLX cannot take them so."""
+        """Return packed integers, scales and biases of a file; None if MLX does not support them."""
         own = groups.codes.shape[1] // groups.scales.shape[1]
         wanted = self._group_size if self._is_fixed and self._group_size else _taken(own)
         if not wanted or own % wanted:
@@ -151,24 +151,29 @@ class Packer:
         return self._scratch.keep(numbers.repeat_interleave(own // wanted, dim=1))
 
     def install(self, layer: Any, packed: tuple[Tensor, Tensor, Tensor | None]) -> type[PackedLayer]:
-        """Give packed weights to ``layer``."""
+        """Store packed weights in ``layer``."""
         for name, tensor in zip(("packed", "scales", "biases"), packed, strict=True):
             layer.register_buffer(name, tensor)
         layer.etkv_bits = self._bits
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any, pack: Callable[[str, Tensor], Any]) -> None:
+    def pack_experts(self, module: Any, kept: Kept) -> None:
         """Pack the weights of experts in place."""
+
+        def pack(name: str, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            found: tuple[Tensor, Tensor, Tensor | None] | None = kept(name, weights)
+            return self.pack(weights) if found is None else found
+
         experts.pack(module, self._bits, pack, self._scratch.keep)
 
 
 def _taken(group_size: int) -> int:
-    """Return the largest size of groups that MLX takes and that make up groups of ``group_size``; 0 if none does."""
+    """Return the largest group size of MLX that divides ``group_size``; 0 if there is none."""
     return max((size for size in GROUP_SIZES if group_size % size == 0), default=0)
 
 
 def register() -> None:
-    """Tell ExecuTorch which nodes of MLX programs the operations of this module are."""
+    """Register with ExecuTorch the conversions of this module's operations to nodes of MLX programs."""
     from executorch.backends.mlx.builder.op_helpers import emit_lifted_constant, emit_quantized_gather
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.ops import _resolve_sorted_indices_flag
@@ -179,7 +184,7 @@ def register() -> None:
     )
 
     def biases_of(builder: Any, scales: torch.fx.Node, bits: int) -> Any:
-        """Return the slot of biases, which a program computes from scales when it is loaded."""
+        """Return the slot of the biases, which a program computes from scales when it is loaded."""
         name = f"{builder.get_placeholder_target(scales)}_to_biases"
         if name in builder.extra_constants:
             return builder.slot_manager.get_slot(name)

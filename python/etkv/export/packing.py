@@ -1,8 +1,8 @@
-"""Packs the weights of a model as they are read, a layer at a time.
+"""Packs the weights of a model while they are read, a layer at a time.
 
-The layers of a model are never in memory together: a layer's weights are packed when transformers has read all of
-them, and what was packed lies in files. A layer keeps its class and the hooks on it, and packed weights take the place
-of its own. Layers with the same weights, such as an embedding and a head that is tied to it, share the packed ones.
+A model's layers are never in memory together: a layer's weights are packed as soon as transformers has read all of
+them, and packed weights are in files. A layer keeps its class and its hooks, and packed weights replace its own. Layers
+with the same weights, such as an embedding and a tied head, share packed weights.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class PackedLayer(torch.nn.Module):
-    """A linear layer or an embedding with packed weights, which stand for a matrix ``[rows, columns]``."""
+    """A linear layer or an embedding with a packed matrix ``[rows, columns]``."""
 
     packed: torch.Tensor
-    """The packed weights, or a part of them. Layers that share weights have the same."""
+    """The packed weights, or a part of them. Layers that share weights have the same tensor."""
 
     etkv_is_transposed = False
-    """Whether the model's own weight is the transposed matrix, as in the linear layers of GPT-2."""
+    """Whether the model's own weight is the transposed matrix, as in GPT-2's linear layers."""
 
     def plain(self) -> torch.Tensor:
-        """Return the matrix, dequantized."""
+        """Return the dequantized matrix."""
         raise NotImplementedError
 
     def numel(self) -> int:
@@ -50,64 +50,78 @@ class PackedLayer(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as the model has them, for code that reads a layer's weights by itself."""
+        """The dequantized weights in the model's layout, for code that reads the weights of a layer."""
         plain = self.plain()
         return plain.T.contiguous() if self.etkv_is_transposed else plain
 
 
+class Kept(Protocol):
+    """A function that returns the packed form of a file's integers, see :meth:`Packer.keep`."""
+
+    def __call__(
+        self, name: str, weights: torch.Tensor, arranged: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Any:
+        """Return the packed form of the file's integers, or None if it has none or they cannot be kept.
+
+        ``name`` is the name of a weight of a module, and ``weights`` are its values, ``[rows, columns]`` or
+        ``[experts, rows, columns]``. ``arranged`` reorders the rows of a matrix to the order of the packed form.
+        """
+
+
 class Packer(Protocol):
-    """How a backend packs weights."""
+    """The interface by which a backend packs weights."""
 
     rounds: bool
-    """Whether packed weights are integers: those of a file are then other ones, unless they are kept."""
+    """Whether packed weights are integers. A file's integers are then quantized again, unless they are kept."""
 
     def pack(self, weight: torch.Tensor) -> Any:
         """Return the packed form of the matrix ``weight``. Raises :class:`ValueError` if it has none."""
 
     def keep(self, groups: Groups, dtype: torch.dtype) -> Any:
-        """Return the packed form of integers and scales of a file, with just these; ``None`` if it has none.
+        """Return the packed form of a file's integers and scales without changing them; ``None`` if that is impossible.
 
-        ``dtype`` is that of the model's weights. Scales are rounded to it, as other weights are.
+        ``dtype`` is that of the model's weights. Scales are rounded to it, like other weights.
         """
 
     def install(self, layer: Any, packed: Any) -> type[PackedLayer]:
-        """Give what :meth:`pack` returned to a layer, and return the class that computes with it.
+        """Store the result of :meth:`pack` in a layer, and return the class that computes with it.
 
-        The layer, of torch's ``Linear`` or ``Embedding``, has no weight any more.
+        The layer, a ``Linear`` or an ``Embedding`` of torch, no longer has its weight.
         """
 
-    def pack_experts(self, module: Any, pack: Callable[[str, torch.Tensor], Any]) -> None:
-        """Pack the weights of a module of experts in place. Raises :class:`ValueError` if they cannot be.
+    def pack_experts(self, module: Any, kept: Kept) -> None:
+        """Pack the weights of a module of experts. Raises :class:`ValueError` if that is impossible.
 
-        ``pack`` is :meth:`pack` for the rows of all experts of the weight of a name, or :meth:`keep` of the file's.
+        ``kept`` returns the result of :meth:`keep` for the file's integers of a weight.
         """
 
 
 class Packing:
-    """The packing of one model. Without a ``packer`` weights stay as they are, but move to files.
+    """The packing of one model. Without a ``packer``, weights are not packed, but still moved to files.
 
-    ``note`` is told the name of each module whose weights were read or packed.
+    ``note`` is called with the name of each module whose weights were read or packed.
     """
 
     def __init__(
         self, packer: Packer | None, scratch: Scratch, note: Callable[[str], None] = lambda path: None
     ) -> None:
         self._packer, self._scratch, self.note = packer, scratch, note
-        # The id of a weight, or of what stands for it -> its packed form. The weight is there to keep its id its own.
+        # The id of a weight, or of its stand-in -> the weight, which keeps the id from being reused, and the packed
+        # form.
         self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
-        # A module and the name of its weight -> the weights of the file that became it.
+        # A module and the name of its weight -> the weights of the file from which it was loaded.
         self._stored: dict[tuple[torch.nn.Module, str], list[Weight]] = {}
         self.kept = 0
-        """The number of matrices whose integers and scales are those of the file."""
+        """The number of matrices that keep the file's integers and scales."""
         self.repacked = 0
-        """The number of matrices that the file has as integers, and whose integers are others."""
+        """The number of matrices with integers in the file that are quantized again."""
         self._left: list[str] = []
 
     @contextlib.contextmanager
     def reading(self, is_packed: bool = True, taken: Callable[[], list[Weight]] = list) -> Iterator[None]:
-        """Pack what transformers reads within the block. Weights that it may tie wait for :meth:`finish`.
+        """Pack the weights that transformers reads within the block. Weights that may be tied wait for :meth:`finish`.
 
-        Without ``is_packed`` all wait. ``taken`` returns the weights that were read since its last call.
+        Without ``is_packed`` all weights wait. ``taken`` returns the weights that were read since its last call.
         """
         from transformers import core_model_loading
 
@@ -134,8 +148,8 @@ class Packing:
             del weights, read
             self._scratch.used(size)
 
-        # transformers has quantizers for this, but one a model, and a published quantization takes that place. Its
-        # threads would read ahead of the packing.
+        # transformers has an interface for this, its quantizers. But a model has only one, which a published
+        # quantization uses. Asynchronous loading is disabled, because its threads would read ahead of the packing.
         with (
             mock.patch.object(core_model_loading, "set_param_for_module", placed),
             mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
@@ -144,7 +158,7 @@ class Packing:
         self._scratch.release()
 
     def _to_pack(self, model: PreTrainedModel) -> set[torch.nn.Module]:
-        """Return the modules of ``model``, which has no weights yet, that are packed as soon as they are read."""
+        """Return the modules of ``model``, which has no weights yet, whose weights are packed once they are read."""
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         return {module for path, module in self._modules(model) if f"{path}.weight" not in tied}
 
@@ -158,11 +172,12 @@ class Packing:
                 yield path, module
 
     def _take(self, path: str, module: Any) -> None:
-        """Pack the weights of ``module``, of a model that is being read."""
+        """Pack the weights of ``module`` while the model is read."""
         if experts.are_plain(module):
             self._pack_experts(path, module)
             return
-        # transformers ties and counts weights after this, so there is one of the same shape, of one element.
+        # transformers ties and counts weights later, so leave a parameter of the same shape, with storage of one
+        # element.
         stand_in = torch.nn.Parameter(module.weight.new_zeros(1).expand(module.weight.shape), requires_grad=False)
         stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
         self._packed[id(stand_in)] = stand_in, self._pack(path, module, matrix(module))
@@ -192,56 +207,58 @@ class Packing:
         self._scratch.release()
 
     def remarks(self) -> list[str]:
-        """Return which matrices are not packed, and what became of the integers that the source has."""
+        """Return remarks on matrices that are not packed, and on the source's integers."""
         made = list(self._left)
         if self.kept:
-            made.append(f"{self.kept} matrices keep the integers and the groups that the source has")
+            made.append(f"{self.kept} matrices keep the integers and the groups of the source")
         if self.repacked:
             made.append(
-                f"{self.repacked} matrices are quantized again: the program cannot have their integers or groups"
+                f"{self.repacked} matrices are quantized again: the program does not support their integers or groups"
             )
         return made
 
     def _pack(self, path: str, module: torch.nn.Module, weight: torch.Tensor) -> Any:
+        packer: Any = self._packer
         try:
-            return self._pack_matrix(module, "weight", weight)
+            kept = self._kept(module, "weight", weight)
+            return packer.pack(weight.detach()) if kept is None else kept
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
 
     def _pack_experts(self, path: str, module: Any) -> None:
-        def pack(name: str, weights: torch.Tensor) -> Any:
-            return self._pack_matrix(module, name, weights)
-
         packer: Any = self._packer
         try:
-            packer.pack_experts(module, pack)
+            packer.pack_experts(module, functools.partial(self._kept, module))
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
-        # A backend may have packed them without the function, and kept no integers.
-        for key in [key for key in self._stored if key[0] is module]:
-            stored = [part.groups() for part in self._stored.pop(key)]
-            self.repacked += packer.rounds and any(groups is not None for groups in stored)
 
-    def _pack_matrix(self, module: torch.nn.Module, name: str, weight: torch.Tensor) -> Any:
-        """Return the packed form of a matrix of ``module``: the integers of the file, if the backend takes them."""
+    def _kept(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        weights: torch.Tensor,
+        arranged: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Any:
+        """Return the packed form of a weight of ``module`` with the integers of the file, see :class:`Kept`."""
         packer: Any = self._packer
         stored = [part.groups() for part in self._stored.pop((module, name), [])]
         whole = [groups for groups in stored if groups is not None]
-        if whole:
-            found = _assembled(whole, weight) if len(whole) == len(stored) else None
-            kept = None if found is None else packer.keep(found, weight.dtype)
-            if kept is not None:
-                self.kept += 1
-                return kept
-            self.repacked += packer.rounds
-        return packer.pack(weight.detach())
+        if not whole:
+            return None
+        found = _assembled(whole, weights.flatten(0, -2)) if len(whole) == len(stored) else None
+        if found is not None and arranged is not None:
+            found = found.rows(arranged) if found.order is None else None
+        kept = None if found is None else packer.keep(found, weights.dtype)
+        self.kept += kept is not None
+        self.repacked += kept is None and packer.rounds
+        return kept
 
 
 def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
-    """Return the integers of ``parts`` whose values are ``weight``, ``[rows, columns]``; None if none are.
+    """Combine ``parts`` to the integers of ``weight``, ``[rows, columns]``; return None if the values do not match.
 
-    A loader puts the weights of experts one after the other, or, if a matrix has two products of each expert, after
-    the other products. It may also transpose or cut what it read.
+    A loader concatenates the matrices of all experts. If a matrix has two products for each expert, a file may have all
+    first products before all second products. A loader may also transpose or cut weights, which is not supported.
     """
     half = len(parts) // 2
     orders = [parts]
@@ -257,7 +274,9 @@ def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
 
 
 def _keep_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Let ``model`` have a dtype without parameters of its own: transformers takes that of the first."""
+    """Give ``model`` a dtype although it has no parameters, from the first of which transformers would take the
+    dtype.
+    """
     known = type(model)
     model.__class__ = type(known.__name__, (known,), {"dtype": dtype, "__module__": known.__module__})
 
@@ -268,7 +287,7 @@ def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Mod
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     configs = [(module, type(module.config)) for module in model.modules() if hasattr(module, "config")]
     wholes = [module for module, config in configs if config is of_text]
-    # A part for images or sound may lie within the model.
+    # The model may contain a part for images or sound.
     others = [module for module, config in configs if config not in (of_text, type(model.config))]
     found = {module for whole in (*wholes, *ends) if whole is not None for module in whole.modules()}
     found -= {module for other in others for module in other.modules()} - set(ends)
@@ -285,13 +304,13 @@ def _is_embedding(module: torch.nn.Module) -> bool:
 
 
 def matrix(layer: Any) -> torch.Tensor:
-    """Return the weights of a linear layer or an embedding, ``[rows, columns]``. A row makes one output."""
+    """Return the weights of a linear layer or an embedding, ``[rows, columns]``. A row is the weights of one output."""
     weight: torch.Tensor = layer.weight
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def _as_linear(layer: Any) -> Any:
-    """Return the class of ``layer``. A linear layer with transposed weights becomes one of torch's."""
+    """Return the class of ``layer``. For a linear layer with transposed weights, return torch's ``Linear``."""
     if not isinstance(layer, Conv1D):
         return type(layer)
     layer.in_features, layer.out_features = layer.weight.shape
@@ -302,7 +321,7 @@ def _as_linear(layer: Any) -> Any:
 
 @functools.cache
 def _class(own: Any, packed: Any) -> Any:
-    """Return a class that computes what ``own`` does, with ``packed`` for the product or the rows."""
+    """Return a class that computes like ``own``, but with ``packed`` for the product or the rows."""
     if own in packed.__mro__:
         return packed
     return type(f"Packed{own.__name__}", (own, packed), {})
@@ -310,11 +329,11 @@ def _class(own: Any, packed: Any) -> Any:
 
 @contextlib.contextmanager
 def without_products(model: torch.nn.Module) -> Iterator[None]:
-    """Let packed linear layers of ``model`` return elements of their input, for a run in which only shapes matter.
+    """Skip the products of packed linear layers of ``model``, for a run in which only shapes matter.
 
-    Unpacking all weights of a model takes much longer than the rest of such a run.
+    The layers return elements of their input. Unpacking all weights would take much longer than the rest of the run.
     """
-    # A model's own class may do more than the product, which it gets from the packed class.
+    # A model's own class may do more than the product, so only the product of the packed class is replaced.
     products = {
         base
         for _, layer in layers(model)

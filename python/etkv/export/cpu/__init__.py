@@ -1,8 +1,7 @@
-"""Programs for the CPU: XNNPACK and ExecuTorch's kernels compute the model, and etkv's calls attend and multiply
-packed weights.
+"""CPU programs: XNNPACK and ExecuTorch's kernels run the model, and etkv's calls run attention and packed weights.
 
-Every call of ``kvcache::update_and_attend`` becomes a delegate of its own, see :mod:`etkv.export.cpu.calls`. So the
-call gets the key of its cache when the program is loaded, as an MLX program does.
+Every call of ``kvcache::update_and_attend`` becomes a separate delegate, see :mod:`etkv.export.cpu.calls`. So the call
+gets the key of its cache when the program is loaded, as an MLX program does.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _KERNELS = {
     "aten.slice_scatter.default",
     "aten.split_with_sizes_copy.default",
     "aten.squeeze_copy.dims",
-    # Of numbers of tokens.
+    # Operators on the number of tokens.
     "mul",
     "sym_size.int",
     "aten.unsqueeze_copy.default",
@@ -66,7 +65,7 @@ _OF_ROUTERS = {
     "aten.where.self",
     "scalar_tensor.default",
 }
-"""Operators with which routers choose experts, that these kernels may run: a token has one number for each expert."""
+"""Operators of routers that these kernels may run, because a token has only one number for each expert."""
 
 _OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
 """Operators that these kernels may run on integers, such as the positions of a step's tokens."""
@@ -80,26 +79,27 @@ _OF_CHOICES = {
     "aten.logical_or.default",
     "aten.where.self",
 }
-"""Operators that choose, element by element, between ids or between the branches of an activation.
+"""Elementwise operators that choose between ids or between the branches of an activation.
 
-An element takes them some nanoseconds, beside thousands of products in the layer before.
+An element takes a few nanoseconds, which is little compared with the products of the layer before.
 """
 
 
 def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
-    """Return what packs the weights of linear layers, embeddings and experts; None where they are float32.
+    """Return the packer for the weights of linear layers, embeddings and experts; None if weights are float32.
 
-    ``group_size`` counts elements; ``None`` leaves the choice to each layer.
+    ``group_size`` counts elements; ``None`` lets each layer choose.
     """
     from etkv.export.cpu import experts, linears
 
     if request.quantize is not None:
-        return linears.Packer(experts.FORMATS[request.quantize], group_size, scratch)
+        is_fixed = request.group_size is not None
+        return linears.Packer(experts.FORMATS[request.quantize], group_size, scratch, is_fixed)
     return linears.Packer("bfloat16", None, scratch) if request.dtype == "bfloat16" else None
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:
-    """Let a load choose the rows of logits, unless the request chooses them, and pack the weights of experts."""
+    """Add the selection of rows of logits at load, unless the request selects them, and pack the weights of experts."""
     from etkv.export.cpu import calls, experts
 
     experts.pack(model, empty=scratch.empty)
@@ -108,7 +108,7 @@ def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) ->
 
 
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
-    """Return the programs with the nodes that XNNPACK and etkv compute in delegates."""
+    """Return the programs with delegates for the nodes that XNNPACK and etkv run."""
     from executorch import exir
     from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
@@ -131,7 +131,7 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
 
 
 def check(graph: torch.fx.Graph, family: str) -> None:
-    """Raise :class:`EtkvError` if an operator is left that ExecuTorch's own kernels should not run."""
+    """Raise :class:`EtkvError` for an operator outside of delegates that ExecuTorch's own kernels should not run."""
     from executorch.exir.delegate import executorch_call_delegate
 
     nodes = [node for node in graph.nodes if node.op == "call_function"]

@@ -1,17 +1,17 @@
-"""The calls of a graph that etkv runs, each in a delegate of its own.
+"""The calls in a graph that etkv runs, each in a separate delegate.
 
-``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` returns the rows of which
-the head of the model computes logits: all, or the last, as the load says. ``etkv::select_by_capacity`` returns one of
-two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
+``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` returns the rows for which
+the head of the model computes logits: all rows, or the last row, by an option of the load. ``etkv::select_by_capacity``
+returns one of two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
 
-The overload ``kvcache::update_and_attend.sinks`` has an op of its own in payloads, so that earlier builds refuse it.
-``softcap`` is null without one; the last of its ``inputs`` are the sinks, or null::
+The overload ``kvcache::update_and_attend.sinks`` is a separate op in payloads, so that earlier builds refuse it.
+``softcap`` is null without a softcap; the last of its ``inputs`` are the sinks, or null::
 
     {"op": "update_and_attend_sinks", "program": "5f...", "call": 0, "n_calls": 5, "n_layers": 5,
      "logits": "selected", "layer": 0, "scale": 0.25, "softcap": 50.0, "version": 1, "inputs": [0, 1, 2, 3, null]}
 
-``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` run a recurrent layer. Their payloads have, beside the
-fields that all calls of a forward share and the number of the recurrent ``layer``, the constants of the call::
+``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` run a recurrent layer. Their payloads have the fields
+that all calls of a forward share, the number of the recurrent ``layer``, and the constants of the call::
 
     {"op": "update_and_convolve", "program": "5f...", "call": 0, "n_calls": 5, "n_layers": 1, "n_recurrent": 4,
      "logits": "selected", "layer": 0, "activation": "silu", "channels": 160, "width": 4,
@@ -20,25 +20,27 @@ fields that all calls of a forward share and the number of the recurrent ``layer
      "logits": "selected", "layer": 1, "scale": 0.25, "k_heads": 2, "heads": 4, "k_dim": 16, "v_dim": 24,
      "channel_decay": false, "version": 1, "inputs": [0, 1, 2, 3, 4, 5]}
 
-``call`` and ``n_calls`` count the calls of all ops of a forward, in the order of the program. ``n_layers`` counts the
-layers that attend, and ``n_recurrent`` the others; calls of ``update_and_attend`` have ``n_recurrent`` as well, but
-only in programs with recurrent layers. ``activation`` is ``silu`` or ``none``. ``inputs`` are the inputs of the
-delegate that are the tensors of the op in its order, null where the op has None: x, weight, bias and positions; q, k,
-v, g, beta and positions. A tensor that is two arguments appears once.
+``call`` and ``n_calls`` count the calls of all ops of a forward, in the order of the program. ``n_layers`` counts
+attention layers, and ``n_recurrent`` recurrent layers. Calls of ``update_and_attend`` have ``n_recurrent`` only in
+programs with recurrent layers. ``activation`` is ``silu`` or ``none``. ``inputs`` maps the tensor arguments of the op,
+in order, to inputs of the delegate, with null for None: x, weight, bias and positions; or q, k, v, g, beta and
+positions. A tensor that is two arguments is one input.
 
 ``etkv::routed_experts`` computes the experts that a router chose, and needs no cache. Its weights are inputs of the
-delegate, which lie in the program's file: ExecuTorch maps them, and nothing copies them::
+delegate in the program's file. ExecuTorch maps them, and nothing copies them::
 
     {"op": "routed_experts", "n_experts": 128, "hidden": 2048, "intermediate": 768, "weights": "int4",
      "group_size": 32, "activation": "silu", "gated": true, "alpha": 1.0,
      "limit": null, "offset": 0.0, "version": 1, "inputs": [0, 1, 2, 3, 4, null, null]}
 
-``inputs`` are x, the experts of each token, their weights, the packed weights of both products and the biases of both.
-``intermediate`` counts whole tiles of :mod:`etkv.packed_weights`, and ``limit`` is null where nothing is clamped.
+``inputs`` are x, the experts of each token, the factors of their outputs, and the packed weights and the biases of both
+products. ``intermediate`` is rounded up to whole tiles of :mod:`etkv.packed_weights`. ``limit`` is null if nothing is
+clamped. If the weights of the two products have different formats, ``weights`` and ``group_size`` are pairs:
+``["int4_float16", "int4"]`` and ``[32, 64]``. Earlier builds refuse pairs and the names of formats that they lack.
 
-``etkv::linear`` multiplies packed weights, and ``etkv::embedding`` reads their rows. Products of one input in one
-format are one call, with an output for each matrix. ``inputs`` are the elements, and for each matrix its weights and
-its bias, null where it has none; those of an embedding are the ids and the weights::
+``etkv::linear`` multiplies by packed weights, and ``etkv::embedding`` reads rows of packed weights. Products with the
+same input and the same format are one call, with an output for each matrix. The ``inputs`` of ``linear`` are the input,
+and for each matrix its weights and its bias, or null. The ``inputs`` of ``embedding`` are the ids and the weights::
 
     {"op": "linear", "columns": 576, "weights": "int4", "group_size": 32, "rows": [576, 192, 192],
      "version": 1, "inputs": [0, 1, null, 2, null, 3, null]}
@@ -78,27 +80,27 @@ _EXPERTS = "routed_experts"
 _LINEAR = "linear"
 _EMBEDDING = "embedding"
 _TENSORS = {_ATTEND: 4, _ATTEND_SINKS: 4, _CONVOLVE: 4, _SCAN: 6}
-"""The ops of a forward -> the arguments at their beginning that are tensors."""
+"""The ops of a forward -> the number of first arguments that are tensors."""
 _SINKS = 7
-"""The argument of :data:`_ATTEND_SINKS` that is one more tensor."""
+"""The index of the further tensor argument of :data:`_ATTEND_SINKS`."""
 _WITH_INPUTS = {**_TENSORS, _EXPERTS: 7, _EMBEDDING: 2}
-"""The ops whose payloads name the inputs of their arguments -> the arguments at their beginning that are tensors."""
+"""The ops whose payloads have ``inputs`` -> the number of first arguments that are tensors."""
 
 
 @torch.library.custom_op(f"etkv::{_SELECT}", mutates_args=())
 def select_rows(hidden: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``hidden`` [1, T, hidden] of which the head computes logits: all, in plain PyTorch."""
+    """Return the rows of ``hidden`` [1, T, hidden] for which the head computes logits: all rows in plain PyTorch."""
     return hidden.clone()
 
 
 @select_rows.register_fake
 def _(hidden: torch.Tensor) -> torch.Tensor:
-    # At run time the result has one row or T. Nothing after it depends on the number.
+    # At run time the result has one row or T rows. No later node depends on the number.
     return torch.empty_like(hidden)
 
 
 def select_rows_before_head(model: PreTrainedModel) -> None:
-    """Make the head of ``model`` compute logits of the rows that :func:`select_rows` returns."""
+    """Let the head of ``model`` compute logits only for the rows that :func:`select_rows` returns."""
     head = model.get_output_embeddings()
     if head is None:
         return
@@ -114,14 +116,14 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        """Return the payload: the call as the partitioner describes it, and the input of each argument."""
+        """Return the payload: the partitioner's description of the call, and the input of each tensor argument."""
         payload = json.loads(compile_specs[0].value)
         if payload["op"] == _LINEAR:
             payload |= _products(edge_program)
             return PreprocessResult(processed_bytes=json.dumps(payload).encode())
         (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         if payload["op"] in _WITH_INPUTS:
-            # An input that serves as two arguments appears once.
+            # A tensor that is two arguments is one input.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
             arguments = call.args[: _WITH_INPUTS[payload["op"]]]
             if payload["op"] == _ATTEND_SINKS:
@@ -131,9 +133,9 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
 
 
 def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
-    """Give each call in the graph of ``program`` a tag and a payload of its own. Return the payloads by tag.
+    """Tag each call in the graph of ``program`` separately. Return the payload of each tag.
 
-    ``logits`` are the rows that the request asks for.
+    ``logits`` is that of the request: which rows of logits a step returns.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     calls = [(op, node) for node in nodes if (op := _op(node)) is not None]
@@ -163,7 +165,7 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     for number, node in enumerate(node for node in nodes if f"etkv.{_EMBEDDING}." in str(node.target)):
         name = node.meta["delegation_tag"] = f"{_EMBEDDING}_{number}"
         specs[name] = _spec({"op": _EMBEDDING, **_of_embedding(node)})
-    # Products of one input are one call, which rounds it once.
+    # Products with the same input are one call, which rounds the input once.
     together: dict[Any, str] = {}
     for node in (node for node in nodes if f"etkv.{_LINEAR}." in str(node.target)):
         name = together.setdefault((node.args[0], *node.args[3:5]), f"{_LINEAR}_{len(together)}")
@@ -175,8 +177,8 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
 def number(program: ExportedProgram) -> None:
     """Number the calls of a forward in the order in which the delegates of ``program`` run.
 
-    Delegates that do not depend on each other, as those of attention beside a recurrent layer, may run in another order
-    than the nodes that they replace.
+    Independent delegates, such as attention in parallel with a recurrent layer, may run in another order than the nodes
+    that they replace.
     """
     call = 0
     for node in program.graph.nodes:
@@ -192,7 +194,7 @@ def number(program: ExportedProgram) -> None:
 
 
 def _op(node: torch.fx.Node) -> str | None:
-    """Return the op of a forward that ``node`` calls, if it calls one."""
+    """Return the name of the op of a forward that ``node`` calls, or None."""
     name = str(node.target)
     if f"{_ATTEND}.sinks" in name:
         return _ATTEND_SINKS
@@ -227,7 +229,7 @@ def _of_recurrence(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _of_linear(node: torch.fx.Node) -> dict[str, Any]:
-    """Return what the products of one call have in common."""
+    """Return the fields that the products of one call have in common."""
     return {"columns": _shape(node, 0)[-1], "weights": node.args[3], "group_size": node.args[4]}
 
 
@@ -246,13 +248,18 @@ def _of_embedding(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _of_experts(node: torch.fx.Node) -> dict[str, Any]:
-    names = ("weights", "group_size", "activation", "gated", "alpha", "limit", "offset")
-    fields = {name: _argument(node, at, name) for at, name in enumerate(names, start=_WITH_INPUTS[_EXPERTS])}
+    first = _WITH_INPUTS[_EXPERTS]
+    pairs: list[Any] = [node.args[first : first + 4 : 2], node.args[first + 1 : first + 4 : 2]]
+    if all(of_first == of_second for of_first, of_second in pairs):
+        pairs = [of_first for of_first, _ in pairs]
+    names = ("activation", "gated", "alpha", "limit", "offset")
+    fields = {name: _argument(node, at, name) for at, name in enumerate(names, start=first + 4)}
     # JSON has no infinity.
     fields["limit"] = fields["limit"] if math.isfinite(fields["limit"]) else None
     n_experts, tiles = _shape(node, 3)[:2]
     hidden = tiles * ROWS // (2 if fields["gated"] else 1)
-    return {"n_experts": n_experts, "hidden": _shape(node, 0)[1], "intermediate": hidden, **fields}
+    sizes = {"n_experts": n_experts, "hidden": _shape(node, 0)[1], "intermediate": hidden}
+    return {**sizes, "weights": pairs[0], "group_size": pairs[1], **fields}
 
 
 _CONSTANTS = {
@@ -261,7 +268,7 @@ _CONSTANTS = {
     _CONVOLVE: _of_convolution,
     _SCAN: _of_recurrence,
 }
-"""The ops of a forward -> functions that return the fields of a call that are its own."""
+"""The ops of a forward -> functions that return the fields that only this op has."""
 
 
 def _shape(node: torch.fx.Node, argument: int) -> Any:

@@ -1,11 +1,12 @@
 """Mixtures of experts for the CPU: each layer's experts become one call of ``etkv::routed_experts``.
 
-A module of experts is known by the interface through which transformers lets others compute them. The function between
-the products is known by what it computes: the module's own is compared with each that the op has.
+A module of experts is recognised by transformers' interface for replacing its computation. To find the activation
+between the products, the results of the module's own function are compared with those of each activation of the op.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -15,22 +16,24 @@ import torch
 
 from etkv.experts_op import ACTIVATIONS, Activation, routed_experts
 from etkv.export import experts, parallel
-from etkv.packed_weights import WeightFormat, alternate, apart, padded
+from etkv.packed_weights import WeightFormat, alternate, apart, filled, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from etkv.export.packing import Kept
 
 NAME = "etkv_routed"
 """The name under which transformers finds these products."""
 
 FORMATS = {"8da4w": "int4", "8da8w": "int8"}
-"""A quantization -> the format of its weights."""
+"""Quantization -> format of the weights."""
 
 GROUP_SIZE = 32
 """The weights of experts that share a scale where those of a linear layer's row do."""
 
 _PROBES = 64
-"""The rows on which functions are compared."""
+"""Number of rows on which functions are compared."""
 
 _FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
 """The sizes of the inputs in :func:`find_activation`."""
@@ -39,9 +42,8 @@ _FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
 class Packed(torch.nn.Module):
     """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
 
-    ``split`` returns the rows of a gate and those of what it gates, and ``join`` the rows in the model's order; None
-    where there is no gate. ``width`` columns are packed: those that the model lacks are zeros. ``bias`` is in the order
-    of the packed rows.
+    ``shape`` is the shape in the model. ``join`` joins the rows of a gate and of the product that it gates in the
+    model's order; None without a gate. ``bias`` is in the order of the packed rows.
     """
 
     packed: torch.Tensor
@@ -49,32 +51,14 @@ class Packed(torch.nn.Module):
 
     def __init__(
         self,
-        weights: torch.Tensor,
+        shape: torch.Size,
         fmt: WeightFormat,
-        split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        packed: torch.Tensor,
         join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        width: int | None = None,
         bias: torch.Tensor | None = None,
-        empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
         super().__init__()
-        self.shape, self.fmt, self._join = tuple(weights.shape), fmt, join
-        n_experts, rows, columns = self.shape
-        if split is not None:
-            rows = 2 * padded(rows // 2)
-        packed = empty((n_experts, *fmt.shape(rows, width or columns)), dtype=fmt.dtype)
-
-        def fill(part: slice) -> None:
-            # One expert at a time: all of them in float32 would be several times the packed weights.
-            for expert in range(part.start, part.stop):
-                matrix = weights[expert].detach().float()
-                if split is not None:
-                    matrix = alternate(*split(matrix))
-                if width is not None:
-                    matrix = torch.nn.functional.pad(matrix, (0, width - columns))
-                packed[expert] = fmt.pack(matrix)
-
-        parallel.by_parts(n_experts, 1, fill)
+        self.shape, self.fmt, self._join = tuple(shape), fmt, join
         self.register_buffer("packed", packed)
         self.register_buffer("bias", bias)
 
@@ -103,7 +87,7 @@ def pack(
     group_size: int | None = None,
     empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> None:
-    """Pack the weights of the experts of ``model`` that are not packed yet, and let the op compute them.
+    """Pack the weights of experts of ``model`` that are not packed yet, and let the op compute the experts.
 
     ``name`` is the quantization. Without one, weights whose values bfloat16 holds are stored in it, and the others in
     float32. ``empty`` makes the tensors.
@@ -121,11 +105,16 @@ def pack(
 
 
 def pack_module(
-    module: Any, name: str | None, group_size: int | None, empty: Callable[..., torch.Tensor] = torch.empty
+    module: Any,
+    name: str | None,
+    group_size: int | None,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+    kept: Kept | None = None,
 ) -> None:
     """Pack the weights of a module of experts in the format ``name``; ``None`` is bfloat16 or float32.
 
-    ``empty`` makes the tensors. Raises :class:`ValueError` for experts that the op cannot compute.
+    ``empty`` makes the tensors. ``kept`` returns the packed integers of a file, which keep their format. Raises
+    :class:`ValueError` for experts that the op cannot compute.
     """
     if module.has_post_expert_norm:
         raise ValueError("its experts end with a norm, which backend cpu lacks")
@@ -142,16 +131,50 @@ def pack_module(
         rows = torch.stack([alternate(*split(of)) if split else of for of in rows])
         rows = torch.nn.functional.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))
         biases = [rows, getattr(module, f"{second}_bias").detach().float().clone()]
+    made = []
+    for part, of_part, splits in ((first, weights[0], split), (second, weights[1], None)):
+        found = None if kept is None else kept(part, of_part, functools.partial(_arranged, len(of_part), splits))
+        if found is None:
+            width = of_part.shape[2] if part == first else padded(of_part.shape[2])
+            found = _quantized(of_part, fmt, splits, width, empty), fmt
+        made.append(found)
     packed = [
-        Packed(weights[0], fmt, split, join, bias=biases[0], empty=empty),
-        Packed(weights[1], fmt, width=padded(weights[1].shape[2]), bias=biases[1], empty=empty),
+        Packed(of_part.shape, own, tensor.unflatten(0, (len(of_part), -1)), joins, bias)
+        for of_part, (tensor, own), joins, bias in zip(weights, made, (join, None), biases, strict=True)
     ]
-    for part, made in zip((first, second), packed, strict=True):
+    for part, of_part in zip((first, second), packed, strict=True):
         # The model's own weights are freed before the next layer's are packed.
         delattr(module, part)
-        setattr(module, part, made)
+        setattr(module, part, of_part)
     module.etkv_activation = activation
     module.config._experts_implementation = NAME
+
+
+def _arranged(n_experts: int, split: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all experts in the order of packed weights. The rows of each expert fill whole tiles."""
+    of_experts = rows.unflatten(0, (n_experts, -1))
+    return torch.cat([alternate(*split(of)) if split else filled(of) for of in of_experts])
+
+
+def _quantized(
+    weights: torch.Tensor, fmt: WeightFormat, split: Any, width: int, empty: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return packed ``weights``, ``[experts, out, in]``, with zeros as columns up to ``width``: those of all tiles."""
+    n_experts, rows, columns = weights.shape
+    of_expert = fmt.shape(2 * padded(rows // 2) if split else rows, width)
+    packed = empty((n_experts * of_expert[0], *of_expert[1:]), dtype=fmt.dtype)
+    tiles = packed.unflatten(0, (n_experts, -1))
+
+    def fill(part: slice) -> None:
+        # One expert at a time: all of them in float32 would be several times the packed weights.
+        for expert in range(part.start, part.stop):
+            matrix = weights[expert].detach().float()
+            if split is not None:
+                matrix = alternate(*split(matrix))
+            tiles[expert] = fmt.pack(torch.nn.functional.pad(matrix, (0, width - columns)))
+
+    parallel.by_parts(n_experts, 1, fill)
+    return packed
 
 
 def _format(weights: list[torch.Tensor], name: str | None, group_size: int | None) -> WeightFormat:
@@ -162,7 +185,7 @@ def _format(weights: list[torch.Tensor], name: str | None, group_size: int | Non
 
 
 def _halves(module: Any) -> tuple[Any, Any]:
-    """Return functions that split the rows of a gated product, and join them."""
+    """Return two functions, which split and join the rows of a gate and the product that it gates."""
     if module.is_concatenated:
         return lambda rows: rows.chunk(2), lambda gate, up: torch.cat([gate, up])
     return lambda rows: (rows[::2], rows[1::2]), lambda gate, up: torch.stack([gate, up], dim=1).flatten(0, 1)
@@ -171,7 +194,7 @@ def _halves(module: Any) -> tuple[Any, Any]:
 def find_activation(module: Any) -> Activation:
     """Return the function between the products of a module of experts.
 
-    Raises :class:`ValueError` if it is none that the op has.
+    Raises :class:`ValueError` if the op does not have it.
     """
     gated = module.has_gate
     theirs = module._apply_gate if gated else module.act_fn
@@ -181,7 +204,7 @@ def find_activation(module: Any) -> Activation:
     generator = torch.Generator().manual_seed(0)
     width = getattr(module, experts.names(module)[0]).shape[-1 if module.is_transposed else -2]
     x = torch.randn(_PROBES, width, generator=generator)
-    # Some rows are beyond each number that may be a limit, and beyond limits that are held elsewhere.
+    # Scale rows so that some exceed each number of the module that may be a limit, and limits that are not attributes.
     x *= torch.tensor([1.0, *_FACTORS, *(2 * number for number in numbers)]).repeat(_PROBES)[:_PROBES, None]
     with torch.no_grad():
         expected = theirs(x.clone())
@@ -200,7 +223,7 @@ def find_activation(module: Any) -> Activation:
 
 
 def _candidates(gated: bool, numbers: list[float]) -> Iterator[Activation]:
-    """Yield activations, the simple ones first. ``numbers`` are those that may be limits and factors."""
+    """Yield activations, simple ones first. ``numbers`` are candidates for limits and factors."""
     if not gated:
         yield from (Activation(name, gated=False) for name in ACTIVATIONS)
         return
@@ -223,6 +246,8 @@ def _run(module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, routing
         second.bias,
         first.fmt.name,
         first.fmt.group_size,
+        second.fmt.name,
+        second.fmt.group_size,
         between.name,
         between.gated,
         between.alpha,

@@ -13,7 +13,7 @@ import torch
 from etkv.export import packing, parallel
 from etkv.export.cpu import experts
 from etkv.linear_op import embedding, linear
-from etkv.packed_weights import ROWS, WeightFormat
+from etkv.packed_weights import ROWS, WeightFormat, holding
 
 if TYPE_CHECKING:
     from etkv.export.published.weight import Groups
@@ -33,7 +33,7 @@ class _Packed(packing.PackedLayer):
         return fmt.unpack(self.packed)[: self.etkv_rows()]
 
     def etkv_rows(self) -> int:
-        """Return the rows of the weights."""
+        """Return the number of rows."""
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class PackedLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # The we
         return made
 
     def etkv_rows(self) -> int:
-        """Return the elements of an output."""
+        """Return the number of outputs."""
         return self.out_features
 
 
@@ -63,39 +63,64 @@ class PackedEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # 
         return self.num_embeddings
 
 
+_BITS = {"int4": 4, "int8": 8}
+"""The formats of quantized weights -> their bits."""
+
 _PART = 1 << 18
-"""The weights that a core packs at once."""
+"""Number of weights that a core packs at a time."""
 
 
 class Packer:
     """Packs weights in the format ``name``.
 
     ``group_size`` elements of a row share a scale; ``None`` takes the largest group that divides a row, see
-    :func:`largest_group`.
+    :func:`largest_group`. Integers of a file keep their groups, unless ``is_fixed``: then they are kept if groups of
+    ``group_size`` make up theirs.
     """
 
-    def __init__(self, name: str, group_size: int | None, scratch: Scratch) -> None:
-        self._name, self._group_size, self._scratch = name, group_size, scratch
+    def __init__(self, name: str, group_size: int | None, scratch: Scratch, is_fixed: bool = False) -> None:
+        self._name, self._group_size, self._scratch, self._is_fixed = name, group_size, scratch, is_fixed
         self.rounds = name != "bfloat16"
         experts.register()
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, WeightFormat]:
-        """Return packed weights, in a file, and their format."""
-        rows, columns = weight.shape
-        fmt = WeightFormat(self._name, self._group(largest_group(columns)))
-        packed = self._scratch.empty(fmt.shape(rows, columns), fmt.dtype)
+        """Return packed weights in a file, and their format."""
+        fmt = WeightFormat(self._name, self._group(largest_group(weight.shape[1])))
+        return self._filled(weight.shape, fmt, lambda rows: fmt.pack(weight[rows])), fmt
+
+    def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[torch.Tensor, WeightFormat] | None:
+        """Return packed integers and scales of a file, and their format; None if no format holds them.
+
+        Scales are those of the file, whatever ``dtype`` is.
+        """
+        bits = _BITS.get(self._name)
+        if bits is None or groups.order is not None:
+            return None
+        own = groups.codes.shape[1] // groups.scales.shape[1]
+        size = self._group_size if self._is_fixed and self._group_size else largest_group(own)
+        integers = groups.signed(bits)
+        if own % size or integers is None:
+            return None
+        fmt = holding(bits, size, groups.scales)
+
+        def packed(rows: slice) -> torch.Tensor:
+            return fmt.keep(integers[rows], groups.scales[rows].repeat_interleave(own // size, dim=1))
+
+        return self._filled(integers.shape, fmt, packed), fmt
+
+    def _filled(self, shape: torch.Size, fmt: WeightFormat, packed: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """Return a packed matrix of ``shape`` in a file. ``packed`` returns the packed tiles of some rows."""
+        rows, columns = shape
+        made = self._scratch.empty(fmt.shape(rows, columns), fmt.dtype)
 
         def fill(tiles: slice) -> None:
-            packed[tiles] = fmt.pack(weight[tiles.start * ROWS : tiles.stop * ROWS])
+            made[tiles] = packed(slice(tiles.start * ROWS, tiles.stop * ROWS))
 
-        parallel.by_parts(len(packed), max(1, _PART // (ROWS * columns)), fill)
-        return packed, fmt
-
-    def keep(self, groups: Groups, dtype: torch.dtype) -> None:
-        """Return nothing: scales are in bfloat16, which has fewer digits than those of files."""
+        parallel.by_parts(len(made), max(1, _PART // (ROWS * columns)), fill)
+        return made
 
     def install(self, layer: Any, packed: tuple[torch.Tensor, WeightFormat]) -> type[packing.PackedLayer]:
-        """Give packed weights to ``layer``."""
+        """Store packed weights in ``layer``."""
         tensor, fmt = packed
         layer.register_buffer("packed", tensor)
         layer.etkv_format, layer.etkv_group = fmt.name, fmt.group_size
@@ -103,9 +128,9 @@ class Packer:
             layer.bias.data = layer.bias.data.float()
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any, pack: Callable[[str, torch.Tensor], Any]) -> None:
-        """Pack the weights of experts in place. Their products have tiles of their own."""
-        experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty)
+    def pack_experts(self, module: Any, kept: packing.Kept) -> None:
+        """Pack the weights of experts in place."""
+        experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty, kept)
 
     def _group(self, usual: int) -> int:
         """Return the weights that share a scale, ``usual`` unless they are given; 0 in formats without scales."""
@@ -113,5 +138,5 @@ class Packer:
 
 
 def largest_group(width: int) -> int:
-    """Return the largest group of weights of a row of ``width`` that may share a scale."""
+    """Return the largest supported group size that divides a row of ``width`` weights."""
     return max((size for size in range(32, 257, 32) if width % size == 0), default=32)
