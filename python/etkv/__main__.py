@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("program", type=Path, metavar="MODEL.pte")
     generate.add_argument("prompt", metavar="TEXT")
-    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    generate.add_argument("--raw", action="store_true", help="continue the text without the chat template")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="maximum tokens (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
     generate.add_argument(

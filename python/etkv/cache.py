@@ -95,7 +95,7 @@ class Cache:
         return fact
 
     def _count(self, function: str) -> int:
-        """Return a fact for which 0 is a valid value. The capacity tells 0 from a handle that was freed."""
+        """Return a fact that may be 0. If it is 0, check the capacity, which is 0 only for a handle that was freed."""
         count = int(getattr(lib(), function)(self._raw()))
         if count == 0:
             self._fact("etkv_cache_capacity")
@@ -172,7 +172,7 @@ class Cache:
     def mark(self, position: int) -> int:
         """Make a checkpoint of the only sequence at ``position``. Return its position, or 0 without a checkpoint.
 
-        If the sequence can be rewound to ``position``, the checkpoint exists at once, and otherwise as soon as a step
+        If the sequence can be rewound to ``position``, the checkpoint exists at once. Otherwise it is made when a step
         reaches the position. In a cache with recurrent layers, its position is rounded down to a multiple of 64. If
         there is no room, the least useful checkpoint is dropped. A checkpoint is also dropped with the text before it.
 

@@ -1,7 +1,7 @@
 """The config of a cache: the layers, which the model fixes, and capacity and storage, which the caller chooses.
 
 The fields are those of ``etkv_layer_config`` and ``etkv_cache_config`` in ``include/etkv/etkv.h``. This
-module checks types only. The native library and the reference check limits when they make a cache.
+module checks only types. The native library and the reference caches check limits when a cache is created.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LayerConfig:
     formats."""
     values_in_keys: bool = False
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
-    only keys, and ignores the values that are passed to it."""
+    only keys. The first step of a program is refused if the program has other values."""
     chunk: int = 0
     """Positions of a chunk; 0 for a layer without chunks. Chunks begin at multiples of this number. A query sees the
     positions of its chunk up to itself. A layer with chunks has no window."""

@@ -85,7 +85,7 @@ def load(
     A step beyond the context that the program was exported for is refused, unless ``beyond_context``. An answer ends at
     this context as it does at the end of the cache.
 
-    Raises :class:`EtkvError` with the name of what is missing or does not fit.
+    Raises :class:`EtkvError` if something is missing or does not fit, and names it.
     """
     path = Path(path)
     if session is not None and not isinstance(session, Session):

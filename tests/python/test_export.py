@@ -440,7 +440,7 @@ def _folder(path):
 
 
 def test_an_undelegated_operator_is_named(monkeypatch):
-    """Tests the check itself, independent of what the wheel's backend supports."""
+    """The test calls the check directly, so it does not depend on the operators that the wheel's backend supports."""
     import operator
 
     from executorch.exir.delegate import executorch_call_delegate

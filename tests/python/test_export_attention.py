@@ -64,8 +64,7 @@ def test_layers_that_share_keys_and_values_share_a_cache():
 def test_attention_that_is_not_called_or_called_twice():
     assert _error("rwkv") == "the KV cache op cannot replace its attention"
     assert _error("hrm_text") == (
-        "model.L_module.layers.0.self_attn: a step runs the same attention several times, with keys and values of its "
-        "own each time"
+        "model.L_module.layers.0.self_attn: a step runs the same attention several times with different keys and values"
     )
 
 

@@ -1,6 +1,6 @@
-"""Tiny forms of transformers' families equal transformers, or are refused with a sentence.
+"""Programs of tiny models of transformers' families equal transformers, or the export is refused with a sentence.
 
-All of them run in `make test-long`.
+All families run in `make test-long`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from reference import EVERYTHING
 pytestmark = pytest.mark.long
 
 SHORT = {
-    # These have their own masks, or no attention.
+    # Families with their own masks, or without attention.
     ("doge", "mlx"): "refused",
     ("rwkv", "mlx"): "refused",
-    # These rotate a part of each head, or have sizes by layer.
+    # Families that rotate a part of each head, or whose sizes differ between layers.
     ("gpt_neox", "cpu"): "equal",
     ("gemma4_text", "mlx"): "equal",
-    # These have delegates that would wait for each other, and constants of a distribution.
+    # A family whose delegates would form a cycle, and with constants of a distribution.
     ("gemma3n_text, sparse", "cpu"): "equal",
-    # This has a router that scatters.
+    # A family with a router that scatters.
     ("glm4_moe", "mlx"): "equal",
-    # This has a weight for each head in its norms.
+    # A family whose norms have a weight for each head.
     ("cohere, norms of heads", "mlx"): "equal",
 }
-"""Cases of `make test` -> their outcomes."""
+"""Cases that run in `make test` -> their outcomes."""
 
 CASES = (
     [(family, backend) for family in tiny_families.names() for backend in family_sweep.BACKENDS]

@@ -18,7 +18,7 @@ FORMATS += ["mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"]
 
 
 def rows() -> torch.Tensor:
-    """Return rows of many magnitudes, and special ones: all zeros, one number, one sign, one large element."""
+    """Return rows of many magnitudes, and special rows: all zeros, equal elements, one sign, one large element."""
     random = torch.Generator().manual_seed(0)
     made = torch.randn(64, 256, generator=random) * torch.logspace(-4, 3, 64).unsqueeze(1)
     made[0], made[1], made[2] = 0.0, 1.0, -3.0
@@ -40,7 +40,7 @@ def test_affine(bits, group):
     ones, zeros = mx.ones(scales.shape), mx.zeros(scales.shape)
     codes = mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)
     np.testing.assert_array_equal(planes.codes, from_mlx(codes))
-    # MLX computes codes with scales and offsets, which are rounded to float16 afterwards.
+    # MLX computes codes with unrounded scales and offsets, which are rounded to float16 afterwards.
     scales, offsets = scales.astype(mx.float16), offsets.astype(mx.float16)
     np.testing.assert_array_equal(planes.scales, np.array(scales))
     np.testing.assert_array_equal(planes.offsets, np.array(offsets))
@@ -66,7 +66,7 @@ def test_floats(name):
 
 
 def test_eight_bit_floats():
-    """Every float16 in their range, with all ties."""
+    """All float16 values in the range of eight-bit floats are rounded like in MLX, including all ties."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
     values = halves[halves.abs() <= formats.E4M3_MAX]
     assert len(values) > 40_000
@@ -75,8 +75,8 @@ def test_eight_bit_floats():
 
 
 def test_four_bit_floats():
-    """In blocks whose largest element is 6, MLX's nvfp4 has scale 1 and the nearest elements. At a tie MLX's CPU takes
-    the smaller element. This package takes the even code, as the native caches do.
+    """In blocks whose largest element is 6, MLX's nvfp4 has scale 1 and the nearest elements. At a tie MLX's CPU
+    chooses the smaller element, and this package the even code, like the native caches.
     """
     values = (torch.arange(-768, 762) / 128).reshape(-1, 15)
     blocks = torch.cat([values, torch.full((len(values), 1), 6.0)], dim=1).reshape(-1, 32)
@@ -99,7 +99,7 @@ def test_block_floats_that_are_mlxs_own(name, group, bits):
 
 
 def test_mxfp4_rounds_its_scale_to_the_nearest():
-    """For some blocks MLX has a scale twice as large. For equal scales, the elements are equal."""
+    """For some blocks MLX's scale is twice as large. If scales are equal, the elements are equal."""
     raw = rows()
     packed, theirs = mx.quantize(mx.array(raw.numpy()), group_size=32, bits=4, mode="mxfp4")
     read = torch.from_numpy(from_mlx(mx.dequantize(packed, theirs, group_size=32, bits=4, mode="mxfp4")))
@@ -116,7 +116,7 @@ def test_mxfp4_rounds_its_scale_to_the_nearest():
 
 @pytest.mark.parametrize(("name", "top"), [("mxfp8", 8), ("mxfp4", 2)])
 def test_power_of_two_scales(name, top):
-    """The least power that brings the largest element of a block to at most 448, or 7."""
+    """The scale is the smallest power of two with which the largest element of a block is at most 448, or 7."""
     most = 1.75 * 2.0**top
     for peak in (most, most * 1.001, most / 2, 1.0, 3e-5, 1e30, -most, 1.75, 1.7501):
         block = torch.zeros(1, 32)
@@ -127,7 +127,7 @@ def test_power_of_two_scales(name, top):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_block_floats_are_read_back_by_mlx(name):
-    """Stored blocks fit MLX's packed layouts: MLX unpacks them to the same numbers."""
+    """Stored blocks have MLX's packed layouts, so MLX unpacks them to the same numbers."""
     raw = rows()
     fmt = format_of(name)
     planes = fmt.encode(raw)
@@ -146,7 +146,7 @@ def test_block_floats_are_read_back_by_mlx(name):
 
 @pytest.mark.parametrize(("name", "most"), [("row-int4", 7.0), ("row-fp4", 6.0)])
 def test_rows_with_one_scale(name, most):
-    """Each element is the nearest of sixteen values, and MLX's affine layout holds the integers."""
+    """Each element is the nearest of sixteen values, and the integers fit MLX's affine layout."""
     raw = rows()
     fmt = format_of(name)
     planes, stored = fmt.encode(raw), fmt.stored(raw)
@@ -170,7 +170,7 @@ def packed_nibbles(codes: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_stored_independently(name):
-    """A stored row does not depend on other rows, nor on its own input dtype."""
+    """A stored row depends neither on other rows nor on the dtype of its input."""
     raw, fmt = rows().half(), format_of(name)
     assert fmt.name == name
     stored = fmt.stored(raw)

@@ -20,7 +20,7 @@ from reference import PROMPT, Variant, config
 
 @pytest.fixture
 def by_steps(monkeypatch):
-    """Make the host choose every token from the logits of a step, as for a CPU program."""
+    """Let the host choose every token from the logits of a step, as with a CPU program."""
     monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
 
 
@@ -34,7 +34,7 @@ def test_greedy_ids_are_those_of_transformers(loaded, greedy_ids):
 
 
 def test_an_answer_goes_on_after_a_break(loaded, greedy_ids):
-    """A break keeps whole tokens. The rest of the answer begins with the token that the cache lacks."""
+    """After a break, the rest of the answer begins with the token that is not in the cache yet."""
     answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=24, eos_token_ids=[])
     for _, _token in zip(range(10), answer, strict=False):
         pass
@@ -71,7 +71,7 @@ def test_ends_and_capacity(llama, loaded, greedy_ids):
 
 
 def test_a_prompt_longer_than_a_step(loaded):
-    """150 tokens in chunks of 64 give the same as a row at a time."""
+    """150 tokens in chunks of 64 give the same answer as in single tokens."""
     prompt = [(7 * i) % 250 for i in range(150)]
     chunked = list(etkv.generate_tokens(loaded, prompt, max_tokens=8, eos_token_ids=[]))
     loaded.session.clear()
@@ -94,7 +94,7 @@ def test_sequences_of_one_session(llama, greedy_ids):
 
 @pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
 def test_a_failed_step_leaves_no_declaration(llama, greedy_ids, monkeypatch, by_steps, failing):
-    """A tree takes candidates, and the next step needs no declaration."""
+    """After the failure, the cache accepts candidates, and the next step needs no declaration."""
     with etkv.TreeSession(config(llama, 200)) as session, etkv.load(llama.path, session) as loaded:
         forward, calls = loaded.last_row, []
 
@@ -112,7 +112,7 @@ def test_a_failed_step_leaves_no_declaration(llama, greedy_ids, monkeypatch, by_
         at = session.seq_next(0)
         assert at == (len(PROMPT) if answer.token_ids else 0)
         rest = answer.token_ids[answer.cached_tokens :] or PROMPT
-        # Two candidates, unlike the declaration of the answer.
+        # These are two candidates, but the answer had declared one token.
         session.propose([-1, -1])
         forward([rest[0]] * 2, [at] * 2)
         session.commit([0] if answer.token_ids else [])
@@ -122,7 +122,7 @@ def test_a_failed_step_leaves_no_declaration(llama, greedy_ids, monkeypatch, by_
 
 
 def test_draws(loaded):
-    """A seed repeats an answer, the best token alone is greedy, and a temperature varies answers."""
+    """The same seed repeats an answer, ``top_k=1`` is greedy, and a temperature varies answers."""
 
     def draw(**options) -> list[int]:
         loaded.session.clear()
@@ -161,7 +161,7 @@ def test_device_and_host_choose_the_same(loaded, monkeypatch, sampling):
 
 
 def test_the_device_chooses_for_every_token_of_a_step(llama):
-    """They are the argmax of each row of logits. A refused step changes nothing."""
+    """The tokens are the argmax of each row of logits. A refused step changes nothing."""
     with etkv.DecodeSession(config(llama, 64)) as session, etkv.load(llama.path, session) as loaded:
         wanted = loaded.forward(PROMPT, range(len(PROMPT))).argmax(-1).tolist()
         session.clear()
@@ -262,7 +262,7 @@ def test_a_template_takes_variables(llama, tokenizer):
 
 
 def test_eos_token_ids(llama, tokenizer, tmp_path):
-    """They are those of generation_config.json, an id or a list, or else the tokenizer's own."""
+    """The ids are those of generation_config.json, an id or a list, or else those of the tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama.path.parent / name, tmp_path)
     assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {tokenizer.hf.eos_token_id}
@@ -296,7 +296,7 @@ def test_a_detokenizer_returns_whole_characters(tokenizer):
 
 
 def test_text_of_an_answer(loaded, tokenizer):
-    """There is a response for each token and a last one. Together they equal generate and the decoded ids."""
+    """There is a response for each token, and a last response. Their texts together equal the text of ``generate``."""
     prompt = tokenizer.encode("Hi")
     ids = list(etkv.generate_tokens(loaded, prompt, max_tokens=12, eos_token_ids=[]))
     loaded.session.clear()
@@ -349,7 +349,7 @@ def test_reprs(llama, loaded, tokenizer):
 
 
 def test_a_chat_runs_new_tokens_only(llama, loaded, tokenizer):
-    """Each turn equals one that runs the whole conversation on an empty cache."""
+    """Each answer equals that of a run of the whole conversation on an empty cache."""
     chat, answers = etkv.Chat(loaded, tokenizer, system="Be brief."), {}
     for text in ("Hi", "And you?"):
         messages = [*chat.messages, {"role": "user", "content": text}]
@@ -365,7 +365,7 @@ def test_a_chat_runs_new_tokens_only(llama, loaded, tokenizer):
             assert list(etkv.generate_tokens(other, whole, max_tokens=12)) == ids
     first = tokenizer.apply_chat_template(chat.messages[:2], add_generation_prompt=True)
     assert prefilled <= len(whole) - len(first), "the first turn was not run again"
-    # A message is changed: the messages before it are kept.
+    # If a message changes, the messages before it are kept.
     chat.messages[1:] = []
     list(chat.send_message("Hello?", max_tokens=3))
     assert chat.generation.prompt_tokens < len(
@@ -379,7 +379,7 @@ def test_a_chat_runs_new_tokens_only(llama, loaded, tokenizer):
 
 
 def test_special_tokens_of_an_answer(loaded, tokenizer):
-    """The text omits them unless requested. The next turn of a chat has them in either case."""
+    """The text has no special tokens unless requested. The next turn of a chat keeps them in either case."""
     special = tokenizer.hf.bos_token_id
     forced = {"max_tokens": 3, "logit_bias": {special: 1e9}, "eos_token_ids": []}
     for skip, text in ((True, ""), (False, 3 * tokenizer.hf.bos_token)):
@@ -392,12 +392,12 @@ def test_special_tokens_of_an_answer(loaded, tokenizer):
         list(chat.send_message("b", max_tokens=1, eos_token_ids=[]))
         ids = tokenizer.conversation_ids(chat.messages[:3], {1: 3 * [special]})
         assert ids.count(special) == 3
-        # The cache keeps all it held. Only the answer's last token and the new text run.
+        # Only the answer's last token and the new text run.
         assert chat.generation.prompt_tokens == len(ids) - held
 
 
 def test_a_dropped_answer_releases_the_session(loaded):
-    """It releases the session at once, not at the next garbage collection."""
+    """An answer without references releases the session at once, not at the next garbage collection."""
     answer = etkv.generate_tokens(loaded, PROMPT, eos_token_ids=[])
     next(answer)
     watched = weakref.ref(answer)
@@ -410,7 +410,7 @@ def test_a_dropped_answer_releases_the_session(loaded):
 
 
 def test_steps_of_window_layers_are_those_of_the_cache():
-    """50 tokens on a cache that takes steps of 16 equal one step of all."""
+    """50 tokens on a cache with steps of up to 16 tokens give the same result as one step of all tokens."""
     windowed = reference.program(Variant("tiny-mistral-window"))
     prompt = [(7 * i) % 250 for i in range(50)]
     answers = []
@@ -425,7 +425,9 @@ def test_steps_of_window_layers_are_those_of_the_cache():
 
 @pytest.mark.parametrize("by_device", [True, False])
 def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
-    """60 tokens of a prompt are one step of a program that takes 64, whatever the cache's limit for windows."""
+    """60 tokens of a prompt are one step of a program with a limit of 64, although the cache's limit for windows is
+    lower.
+    """
     reads, owner, name = [], *((_device.DeviceAnswer, "read_prompt") if by_device else (etkv.Program, "last_row"))
     read = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **options: (reads.append(1), read(*args, **options))[1])
@@ -449,7 +451,7 @@ def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
 def test_steps_before_a_conversion_are_those_of_the_cache(kind):
-    """60 tokens, quantized after 48, in steps of at most 8: before the conversion the cache refuses longer steps."""
+    """60 tokens run in steps of at most 8, because before the conversion at 48 the cache refuses longer steps."""
     wide = reference.program(Variant("tiny-qwen3"))
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
@@ -462,8 +464,8 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"max_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
 def test_a_chat_goes_on_after_a_refused_or_failed_turn(llama, loaded, tokenizer, monkeypatch, options):
-    """A turn is refused for its options or its length, or fails at its first or a later step. The next turn is as
-    without it.
+    """A turn is refused for its options or its length, or fails at its first or a later step. The next turn is the same
+    as without the failed turn.
     """
     chat = etkv.Chat(loaded, tokenizer)
     list(chat.send_message("Hi", max_tokens=6, eos_token_ids=[]))

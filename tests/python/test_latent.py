@@ -122,7 +122,7 @@ def test_latents_that_are_expanded_in_another_form_are_refused(form):
             return torch.cat((keys, rotary.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
         attention.expand_kv = expand
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its latents are expanded in a form"):
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its latents are expanded in a way"):
         latent.take(plain)
 
 

@@ -247,7 +247,7 @@ def test_a_refusal_changes_nothing(name):
         assert caught.value.status == status
         assert step_programs.answers(cache) == before
         cache.rewind(2)  # no step is open
-        # The refusal does not change what the next step sees.
+        # The next step has the same result as without the refusal.
         for layer, found in enumerate(forward([2, 3, 4])):
             q, k, v = inputs(layer, 3)
             history = inputs(layer, 2)

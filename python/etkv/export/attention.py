@@ -360,7 +360,7 @@ def _note(
     earlier = found.modules.get(module)
     if earlier is not None:
         if not earlier.shares(key, value):
-            raise ValueError("a step runs the same attention several times, with keys and values of its own each time")
+            raise ValueError("a step runs the same attention several times with different keys and values")
         return
     donor = next((call for call in found.modules.values() if call.shares(key, value)), None)
     if donor is not None and donor.mask != mask:

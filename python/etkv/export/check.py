@@ -35,7 +35,7 @@ MAX_PARAMETERS = 10**9
 """The number of parameters from which a program is checked only on request."""
 
 _TOKENS, _DECODED = 24, 8
-"""Number of tokens that are compared, and number of last tokens that run one a step."""
+"""Number of tokens that are compared, and number of the last of them that run in steps of one token."""
 
 _BEYOND = 16
 """Number of further tokens that are compared beyond a window, or beyond the first anchor of recurrent layers."""
@@ -85,7 +85,7 @@ class Check:
             return
         model = self._step.model
         self._inputs = samples(self._step, self._length)
-        doing = "run by transformers to compare with, and --no-verify writes its program as it is"
+        doing = "run by transformers to compare with; --no-verify skips the comparison"
         with (
             self._progress.step("running the model to compare with"),
             explained(model.config.model_type, doing, model),
@@ -120,7 +120,7 @@ class Check:
             try:
                 steps = list(self._run(program))
             except EtkvError as error:
-                raise EtkvError(f"the program does not run: {error}; --no-verify writes it as it is") from error
+                raise EtkvError(f"the program does not run: {error}; --no-verify writes it without a check") from error
             for number, expected in enumerate(self._outputs):
                 self._compare(("logits", "hidden states")[number], steps, number, expected)
         return True
@@ -149,7 +149,7 @@ class Check:
         if not finite.any():
             raise EtkvError(
                 f"the model's {name} are not finite in {self._request.dtype}: export the model in another --dtype; "
-                "--no-verify writes the program as it is"
+                "--no-verify writes the program without a check"
             )
         spread = max(float(expected[finite].std()), 1e-6)
         errors = []
@@ -172,8 +172,8 @@ class Check:
             at, error = min(wrong)
             raise EtkvError(
                 f"the program differs from the model: its {name} at position {at} of {self._length} are off by "
-                f"{error:.2g} of their spread, and rounding explains {tolerance:g}; it was not written, and "
-                "--no-verify writes it as it is"
+                f"{error:.2g} of their spread, and rounding explains {tolerance:g}; it was not written; "
+                "--no-verify writes it without a check"
             )
         self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
 

@@ -80,7 +80,7 @@ def samples(step: Any, length: int) -> dict[str, torch.Tensor]:
 
 
 def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]:
-    """Return the argument that makes ``model`` compute logits only for the last token; empty unless ``last_only``.
+    """Return the argument with which ``model`` computes logits only for the last token; empty unless ``last_only``.
 
     Raises :class:`EtkvError` for a family without such an argument.
     """

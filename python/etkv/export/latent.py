@@ -71,13 +71,13 @@ def _take(name: str, module: Any) -> None:
     expansion = getattr(module, "kv_b_proj", None)
     sizes = [getattr(module, size, None) for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if not isinstance(expansion, torch.nn.Linear) or expansion.bias is not None or None in sizes:
-        raise ValueError(f"{name}: its latents are expanded in a form that the exporter does not know")
+        raise ValueError(f"{name}: its latents are expanded in a way that the exporter does not support")
     key, rotary, value = sizes
     weight = expansion.weight
     by_head = weight.detach().view(-1, key + value, weight.shape[1])
     of_key, of_value = by_head[:, :key].contiguous(), by_head[:, key:].transpose(1, 2).contiguous()
     if not _expands(module, of_key, of_value, rotary):
-        raise ValueError(f"{name}: its latents are expanded in a form that the exporter does not know")
+        raise ValueError(f"{name}: its latents are expanded in a way that the exporter does not support")
     module.kv_b_proj = _Expansion(weight)
     # Not written with the model, because they are parts of the weight.
     module.register_buffer("etkv_of_key", of_key, persistent=False)

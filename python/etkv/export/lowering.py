@@ -34,7 +34,7 @@ _DTYPES: dict[str, Dtype] = {"float32": "f32", "float16": "f16", "bfloat16": "bf
 
 
 def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
-    """Return what packs weights as the request says; None if they stay as they are. ``group_size`` counts elements."""
+    """Return the packer of the request's backend; None if weights are not packed. ``group_size`` counts elements."""
     found: packing.Packer | None = _target(request.backend).packer(request, group_size, scratch)
     return found
 

@@ -30,7 +30,7 @@ _RECURRENCES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "m
 """The names of the functions of transformers that are replaced."""
 
 _NEEDS = {"update_conv_state": (_CONVOLUTION,), "update_recurrent_state": _RECURRENCES}
-"""A method of transformers' caches that a module calls -> functions, of which the module must then call one."""
+"""Method of transformers' caches -> functions. A module that calls the method must also call one of the functions."""
 
 
 class _Ids:

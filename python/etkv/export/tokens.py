@@ -331,7 +331,7 @@ class _Pair:
         return not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE * spread, equal_nan=True)
 
     def _is_known(self, node: Node) -> bool:
-        """Return whether ``node`` is a tensor with at most one dynamic axis, which is that of tokens."""
+        """Return whether ``node`` is a tensor with at most one dynamic axis, the axis of tokens."""
         if not isinstance(self._first.get(node), torch.Tensor):
             return False
         return [size for size in _sizes(node) if not size.isdigit()] in ([], [self._length])

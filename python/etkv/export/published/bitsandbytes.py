@@ -32,14 +32,12 @@ class BitsAndBytes(Format):
     """Decodes ``bitsandbytes``."""
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a part."""
         found = _PARTS.fullmatch(name)
         if found is not None:
             return found["weight"], found["part"].split(".")[0]
         return beside(name, tensors, _OF_8_BITS)
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         settings = self._settings
         codes = settings.part(parts, name, "weight")
         if "quant_state" not in parts:

@@ -68,14 +68,12 @@ class CompressedTensors(Format):
         self.activations = None if rounded is None else f"in {rounded.get('num_bits', 8)} bits"
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a part."""
         for end, part in _PARTS.items():
             if name.endswith(end):
                 return f"{name.removesuffix(end)}.weight", part
         return None
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         settings = self._settings
         group = self._group(name.removesuffix(".weight"))
         kind = group.get("format") or self._format

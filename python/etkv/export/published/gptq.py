@@ -37,11 +37,9 @@ class Gptq(Format):
         self._has_order = self._has_own or bool(settings.values.get("desc_act"))
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a part."""
         return replaced(name, ("qweight", "qzeros", "scales", "g_idx"))
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         settings = self._settings
         codes, zeros, scales = (settings.part(parts, name, part) for part in ("qweight", "qzeros", "scales"))
         if len(codes.shape) != 2 or len(scales.shape) != 2:

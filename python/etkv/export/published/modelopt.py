@@ -23,11 +23,9 @@ class ModelOpt(Format):
         self.activations = "in 8 bits" if algorithm == "FP8" else "in 4 bits"
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a scale."""
         return beside(name, tensors, _PARTS)
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         settings = self._settings
         codes, scale = settings.part(parts, name, "weight"), settings.part(parts, name, "scale")
         if codes.dtype in FLOAT8 and len(codes.shape) == 2 and "whole" not in parts:
