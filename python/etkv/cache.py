@@ -194,7 +194,8 @@ class Cache:
         """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return that length.
 
         For a text that shares its first ``length`` tokens with the cache. If the returned length is below ``length``,
-        run the tokens between again. ``length`` is marked, so the next text that differs from there on runs fewer.
+        run the tokens between again. ``length`` is marked, so the next text that differs from there on runs fewer
+        tokens.
         """
         return ask("etkv_cache_rewind_to_reachable", "int32_t", self._raw(), int32(length, "length"))
 

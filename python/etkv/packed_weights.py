@@ -11,7 +11,7 @@ interleaved, so that a vector register gets one element of each row.
     of row 0, then four codes of row 1, and so on. Codes of 4 bits are ``[group / 8, 16, 4]`` bytes, which hold eight
     codes of each row: byte ``j`` has code ``j`` in its lower half and code ``j + 4`` in its upper half.
 ``int8_float16``, ``int8_float32``, ``int4_float16``, ``int4_float32``
-    The same with scales in float16 or float32: those of published weights that bfloat16 does not hold exactly.
+    The same with scales in float16 or float32, for published weights whose scales are not exact in bfloat16.
 
 The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
 gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 ROWS = 16
-"""The rows of a tile."""
+"""Number of rows in a tile."""
 
 _SCALES = {"": torch.bfloat16, "_float16": torch.float16, "_float32": torch.float32}
-"""The end of a format's name -> the dtype of its scales. Those that take less memory are first."""
+"""Suffix of a format's name -> the dtype of its scales, the smaller dtypes first."""
 
 _INTEGERS = {f"int{bits}{end}": (bits, dtype) for bits in (8, 4) for end, dtype in _SCALES.items()}
-"""A format of integers -> the bits of a weight, and the dtype of scales."""
+"""Format of integers -> the bits of a weight, and the dtype of scales."""
 
 _PART = 1 << 18
 """Number of weights that are packed at a time."""
@@ -127,7 +127,7 @@ class WeightFormat:
     def keep(self, integers: Tensor, scales: Tensor) -> Tensor:
         """Return the packed matrix of ``integers``, int8 ``[out, in]``, and ``scales``, ``[out, in / group]``.
 
-        The format holds the integers, and the scales exactly.
+        The integers must fit the format's bits, and the scales must be exact in the dtype of its scales.
         """
         codes = _tiles(integers.short() + self.offset).to(torch.uint8)
         return self._joined(codes.unflatten(2, (-1, self.group_size)), _tiles(scales).to(self._scales))
@@ -161,7 +161,7 @@ class WeightFormat:
 
 
 def holding(bits: int, group_size: int, scales: Tensor) -> WeightFormat:
-    """Return the format of integers of ``bits`` bits that holds float32 ``scales`` exactly and takes least memory."""
+    """Return the smallest format of integers of ``bits`` bits in which float32 ``scales`` are exact."""
     ends = (end for end, dtype in _SCALES.items() if torch.equal(scales.to(dtype).float(), scales))
     return WeightFormat(f"int{bits}{next(ends)}", group_size)
 
@@ -181,7 +181,7 @@ def _tiles(matrix: Tensor) -> Tensor:
 
 
 def filled(matrix: Tensor) -> Tensor:
-    """Return the rows of ``matrix``, with zeros as rows that fill the last tile."""
+    """Return the rows of ``matrix``, padded with rows of zeros to whole tiles."""
     return _tiles(matrix).flatten(0, 1)
 
 

@@ -368,7 +368,7 @@ def test_experts_with_a_function_that_the_op_lacks(tmp_path):
     config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4, hidden_act="tanh")
     assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"), backend="cpu") == (
         "model family 'mixtral' cannot be traced: model.layers.0.mlp.experts: the function between the products of its "
-        "experts (Tanh) is none of those of backend cpu: silu, gelu, gelu_tanh, relu, relu2, gated or not, with or "
+        "experts (Tanh) is not one of those of backend cpu: silu, gelu, gelu_tanh, relu, relu2, gated or not, with or "
         "without limits"
     )
 

@@ -1,4 +1,4 @@
-"""Integers and scales of published files stay what they are in programs for the CPU."""
+"""CPU programs keep the integers and scales of published files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = 512
 
 
 def _groups(kind: str, bits: int, group_size: int, rows: int = 40) -> Groups:
-    """Return random integers with scales of a type, some of them tiny, negative or zero."""
+    """Return random integers, and scales of the dtype ``kind``, of which some are tiny, negative or zero."""
     generator = torch.Generator().manual_seed(bits)
     shape = rows, COLUMNS // group_size
     codes = torch.randint(0, 1 << bits, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
@@ -65,7 +65,7 @@ class _Model(torch.nn.Module):
 
 @pytest.mark.parametrize(("kind", "bits", "group_size", "name", "taken"), FORMATS)
 def test_a_program_has_the_numbers_of_a_file(tmp_path, kind, bits, group_size, name, taken):
-    """Bit for bit: rows of the embedding, and products with inputs of one number each, which 8 bits hold."""
+    """Rows of the embedding are bitwise equal, and so are products with one-hot inputs, which are exact in 8 bits."""
     from executorch import exir
 
     from etkv.export.cpu.partitioner import CPUPartitioner
@@ -92,7 +92,7 @@ def test_a_program_has_the_numbers_of_a_file(tmp_path, kind, bits, group_size, n
 
 
 def _packed(model: Path, folder: Path, quantize: str, group_size: int | None = None):
-    """Return the model's packed layers, the weights that it means, and its packing."""
+    """Return the model's packed layers, the expected weights, and the packing."""
     folder.mkdir(exist_ok=True)
     wanted = ExportRequest(model, folder / "model.pte", backend="cpu", quantize=quantize, group_size=group_size)
     origin = source.find(model)
@@ -183,7 +183,7 @@ def test_integers_are_kept_where_tiles_take_them(folders, tmp_path, case):
     ],
 )
 def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize, name):
-    """Those of the embedding, which the head has too, as well."""
+    """The integers of the embedding, which the head shares, are also kept."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind)
     layers, _, meant, made = _packed(file, tmp_path / "made", quantize)
     assert (made.kept, made.repacked) == (15, 0)
@@ -194,7 +194,9 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize, name):
 
 @pytest.mark.parametrize(("chosen", "n_kept"), [(".experts.", 2), ("down_proj", 2)])
 def test_experts_of_a_folder_are_kept(tiny, tmp_path, chosen, n_kept):
-    """Those of both products, or of the second: then the products have two formats. One layer has no experts."""
+    """The integers of both products are kept, or only those of the second. The products then have different formats.
+    One layer has no experts.
+    """
     folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
     test_published.quantize(folder, plain, GPTQ, CASES["gptq"][1], chosen)
     _, found, meant, made = _packed(folder, tmp_path / "made", "8da4w")

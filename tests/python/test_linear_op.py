@@ -1,4 +1,4 @@
-"""``etkv::linear`` and ``etkv::embedding`` in plain PyTorch, and the layers that call them."""
+"""``etkv::linear`` and ``etkv::embedding`` in plain PyTorch, and the layers that call these ops."""
 
 from __future__ import annotations
 

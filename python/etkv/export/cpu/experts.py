@@ -30,7 +30,7 @@ FORMATS = {"8da4w": "int4", "8da8w": "int8"}
 """Quantization -> format of the weights."""
 
 GROUP_SIZE = 32
-"""The weights of experts that share a scale where those of a linear layer's row do."""
+"""The group size of experts for quantizations with one scale for each row of a linear layer."""
 
 _PROBES = 64
 """Number of rows on which functions are compared."""
@@ -63,7 +63,7 @@ class Packed(torch.nn.Module):
         self.register_buffer("bias", bias)
 
     def plain(self) -> torch.Tensor:
-        """Return the weights in the model's order, dequantized."""
+        """Return the dequantized weights in the model's order."""
         _, rows, columns = self.shape
         made = torch.empty(self.shape)
         for expert, of_expert in enumerate(self.packed):
@@ -89,8 +89,8 @@ def pack(
 ) -> None:
     """Pack the weights of experts of ``model`` that are not packed yet, and let the op compute the experts.
 
-    ``name`` is the quantization. Without one, weights whose values bfloat16 holds are stored in it, and the others in
-    float32. ``empty`` makes the tensors.
+    ``name`` is the quantization. Without one, weights are stored in bfloat16 if their values are exact there, else in
+    float32. ``empty`` allocates tensors.
 
     Raises :class:`ValueError` for experts that the op cannot compute.
     """
@@ -113,11 +113,11 @@ def pack_module(
 ) -> None:
     """Pack the weights of a module of experts in the format ``name``; ``None`` is bfloat16 or float32.
 
-    ``empty`` makes the tensors. ``kept`` returns the packed integers of a file, which keep their format. Raises
+    ``empty`` allocates tensors. ``kept`` returns the packed integers of a file, which keep their format. Raises
     :class:`ValueError` for experts that the op cannot compute.
     """
     if module.has_post_expert_norm:
-        raise ValueError("its experts end with a norm, which backend cpu lacks")
+        raise ValueError("its experts end with a norm, which backend cpu does not support")
     first, second = experts.names(module)
     activation = find_activation(module)
     split, join = _halves(module) if module.has_gate else (None, None)
@@ -143,7 +143,7 @@ def pack_module(
         for of_part, (tensor, own), joins, bias in zip(weights, made, (join, None), biases, strict=True)
     ]
     for part, of_part in zip((first, second), packed, strict=True):
-        # The model's own weights are freed before the next layer's are packed.
+        # Free the model's own weights before the next layer is packed.
         delattr(module, part)
         setattr(module, part, of_part)
     module.etkv_activation = activation
@@ -159,7 +159,7 @@ def _arranged(n_experts: int, split: Any, rows: torch.Tensor) -> torch.Tensor:
 def _quantized(
     weights: torch.Tensor, fmt: WeightFormat, split: Any, width: int, empty: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Return packed ``weights``, ``[experts, out, in]``, with zeros as columns up to ``width``: those of all tiles."""
+    """Return packed ``weights``, ``[experts, out, in]``, whose columns are padded with zeros to ``width``."""
     n_experts, rows, columns = weights.shape
     of_expert = fmt.shape(2 * padded(rows // 2) if split else rows, width)
     packed = empty((n_experts * of_expert[0], *of_expert[1:]), dtype=fmt.dtype)
@@ -217,7 +217,7 @@ def find_activation(module: Any) -> Activation:
             return found
     name = type(getattr(module, "act_fn", None)).__name__
     raise ValueError(
-        f"the function between the products of its experts ({name}) is none of those of backend cpu: "
+        f"the function between the products of its experts ({name}) is not one of those of backend cpu: "
         f"{', '.join(ACTIVATIONS)}, gated or not, with or without limits"
     )
 

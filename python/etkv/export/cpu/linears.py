@@ -28,7 +28,7 @@ class _Packed(packing.PackedLayer):
     etkv_group: int
 
     def plain(self) -> torch.Tensor:
-        """Return the weights in float32, dequantized."""
+        """Return the dequantized weights in float32."""
         fmt = WeightFormat(self.etkv_format, self.etkv_group)
         return fmt.unpack(self.packed)[: self.etkv_rows()]
 
@@ -73,9 +73,9 @@ _PART = 1 << 18
 class Packer:
     """Packs weights in the format ``name``.
 
-    ``group_size`` elements of a row share a scale; ``None`` takes the largest group that divides a row, see
-    :func:`largest_group`. Integers of a file keep their groups, unless ``is_fixed``: then they are kept if groups of
-    ``group_size`` make up theirs.
+    ``group_size`` elements of a row share a scale; ``None`` is the largest group that divides a row, see
+    :func:`largest_group`. Integers of a file keep their groups, unless the group size ``is_fixed``. Then they are kept
+    if ``group_size`` divides their group size.
     """
 
     def __init__(self, name: str, group_size: int | None, scratch: Scratch, is_fixed: bool = False) -> None:
@@ -91,7 +91,7 @@ class Packer:
     def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[torch.Tensor, WeightFormat] | None:
         """Return packed integers and scales of a file, and their format; None if no format holds them.
 
-        Scales are those of the file, whatever ``dtype`` is.
+        Scales are not rounded to ``dtype``.
         """
         bits = _BITS.get(self._name)
         if bits is None or groups.order is not None:
@@ -133,7 +133,7 @@ class Packer:
         experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty, kept)
 
     def _group(self, usual: int) -> int:
-        """Return the weights that share a scale, ``usual`` unless they are given; 0 in formats without scales."""
+        """Return the group size, by default ``usual``; 0 in formats without scales."""
         return 0 if self._name == "bfloat16" else self._group_size or usual
 
 
