@@ -33,7 +33,7 @@ impl<'a> MaskRef<'a> {
             return Ok(());
         };
         if ends.len() != n_tokens {
-            fail!(Shape, "expected the runs of {n_tokens} queries, got those of {}", ends.len());
+            fail!(Shape, "expected runs for {n_tokens} queries, got runs for {}", ends.len());
         }
         let mut begin = 0;
         for (query, &end) in ends.iter().enumerate() {
@@ -145,7 +145,7 @@ mod tests {
             let error = MaskRef::Runs { runs, ends }.check(1, 10).unwrap_err();
             error.message().to_owned()
         };
-        assert_eq!(check(&[], &[]), "expected the runs of 1 queries, got those of 0");
+        assert_eq!(check(&[], &[]), "expected runs for 1 queries, got runs for 0");
         assert_eq!(check(&[], &[1]), "expected the runs of query 0 to end between 0 and 0, got 1");
         let disorder = [4..6, 5..7];
         assert_eq!(

@@ -84,7 +84,12 @@ fn attend_with(
     mask.check(sizes.n_tokens, sizes.n_slots)?;
     scoring.check()?;
     if let Some(sinks) = scoring.sinks.filter(|sinks| sinks.len() != queries.shape().n_heads) {
-        fail!(Shape, "expected {} sinks, one a head, got {}", queries.shape().n_heads, sinks.len());
+        fail!(
+            Shape,
+            "expected {} sinks, one per head, got {}",
+            queries.shape().n_heads,
+            sinks.len()
+        );
     }
     let stored = [stored(k)?, stored(v)?];
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
@@ -159,7 +164,7 @@ fn sizes(queries: Shape, k: &View, v: &View, out: Shape, vector_width: usize) ->
     if v.n_kv_heads != n_kv_heads || v.n_slots != k.n_slots {
         fail!(
             Shape,
-            "expected values of {n_kv_heads} heads and {} slots as the keys have, got {} heads and \
+            "expected values of {n_kv_heads} heads and {} slots, like the keys, got {} heads and \
              {} slots",
             k.n_slots,
             v.n_kv_heads,

@@ -134,8 +134,8 @@ pub(super) unsafe fn convolve_with(
     if let Some(chain) = too_wide {
         fail!(
             Shape,
-            "a convolution of width {width} reads {} columns before position {}, the cache has {}: it is made for a \
-             narrower one",
+            "a convolution of width {width} reads {} columns before position {}, the cache has {}: it was created for \
+             a narrower one",
             width - 1,
             chain.position,
             chain.rows.len()

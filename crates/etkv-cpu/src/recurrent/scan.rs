@@ -177,8 +177,8 @@ fn check(scan: &Scan, inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<usize
     if k_heads == 0 || heads == 0 || heads % k_heads != 0 || k_dim == 0 || v_dim == 0 {
         fail!(
             Shape,
-            "expected heads that are a multiple of the keys' and dims of at least 1, got {heads} heads, \
-             {k_heads} of keys, dims {k_dim} and {v_dim}"
+            "expected a multiple of the key heads and dims of at least 1, got {heads} heads, \
+             {k_heads} key heads, dims {k_dim} and {v_dim}"
         );
     }
     let n = plan.n_tokens();

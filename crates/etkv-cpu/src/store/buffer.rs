@@ -152,7 +152,12 @@ impl Buffer {
             Slots::List(list) => list.iter().min().copied().unwrap_or(0),
         };
         if least < 0 || slots.end() > self.slots {
-            fail!(Internal, "slots {least} to {} of {} are named", slots.end(), self.slots);
+            fail!(
+                Internal,
+                "expected slots within 0..{}, got {least}..{}",
+                self.slots,
+                slots.end()
+            );
         }
         Ok(())
     }

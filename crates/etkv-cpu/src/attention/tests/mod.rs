@@ -296,7 +296,7 @@ fn shapes_that_do_not_fit_are_refused() {
     assert_eq!(error.status(), Status::Shape);
     assert_eq!(
         error.message(),
-        "expected values of 2 heads and 10 slots as the keys have, got 2 heads and 9 slots"
+        "expected values of 2 heads and 10 slots, like the keys, got 2 heads and 9 slots"
     );
     check(&k, &wide, shape, 32, MaskRef::None);
     let error = check(&k, &v, Shape::contiguous(3, 1, 64), 32, MaskRef::None);

@@ -109,7 +109,7 @@ fn wrong_sinks_and_softcaps_are_refused() {
     let plain = case.scoring();
     assert_eq!(
         refused(Scoring { sinks: Some(&[0.0; 3]), ..plain }),
-        (Status::Shape, "expected 2 sinks, one a head, got 3".to_owned())
+        (Status::Shape, "expected 2 sinks, one per head, got 3".to_owned())
     );
     for softcap in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39] {
         let (status, message) = refused(Scoring { softcap: Some(softcap), ..plain });
