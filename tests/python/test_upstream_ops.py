@@ -113,7 +113,7 @@ def test_differences_in_either_direction(tmp_path, monkeypatch):
         "003-d: expected refused, passed",
         "004-e: expected not comparable, failed: SIGSEGV",
         "005-f: expected not exported, passed",
-        "Sort: listed as missing, and no program is refused for it",
+        "Sort: listed as missing, but no program is refused for it",
     ]
     # Writing the file keeps handwritten reasons.
     text = expected.FILE.read_text().replace("values", "rounds otherwise on a CPU")
@@ -212,8 +212,8 @@ def test_outputs_are_compared_at_the_tolerances_of_the_test(ended, tmp_path, mon
         "shape": ([output[0]], "failed", "Output 0 shape mismatch"),
         "count": ([output, output], "failed", "Output count mismatch"),
         "random": ([far], "not comparable", "the test compares nothing"),
-        "nodes": ([output], "failed", "1 of AddNode, the test expects 2"),
-        "parts": ([output], "failed", "1 parts for the delegate, the test expects 2"),
+        "nodes": ([output], "failed", "1 nodes AddNode, the test expects 2"),
+        "parts": ([output], "failed", "1 delegates, the test expects 2"),
     }
     changes = {
         "random": {"comparable": False},

@@ -1,6 +1,7 @@
 """The command ``python -m tests.upstream_ops``.
 
-Exits with 0 if every configuration ended as ``expected.json`` says, with 1 if not, and with 2 for a wrong option.
+Exits with 0 if the outcome of every configuration is that of ``expected.json``, otherwise with 1, and with 2 for a
+wrong option.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ def main() -> int:
         description="Runs ExecuTorch's own tests of MLX operations through the delegate, and compares the outcomes "
         "with tests/upstream_ops/expected.json. A run of all of them writes build/upstream_ops/report.json.",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="those whose folder has this regular expression")
-    parser.add_argument("--op", metavar="NAME", help="those with a node of this type, such as Softmax")
-    parser.add_argument("--part", action="store_true", help="those of `make test`: one with each operation")
-    parser.add_argument("--export-only", action="store_true", help="export what is missing or stale, and run nothing")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that export and run (2)")
+    parser.add_argument("--only", metavar="PATTERN", help="configurations whose folder matches this regular expression")
+    parser.add_argument("--op", metavar="NAME", help="configurations with a node of this type, such as Softmax")
+    parser.add_argument("--part", action="store_true", help="the configurations of `make test`: one for each operation")
+    parser.add_argument("--export-only", action="store_true", help="export missing or stale ones, and run nothing")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of processes (2)")
     parser.add_argument("--passes", choices=("default", "none", "gpu"), default="default", help="passes over programs")
     parser.add_argument(
         "--write-expected", action="store_true", help="write expected.json, part.json and docs/ops.md from this run"
     )
     options = parser.parse_args()
     if options.jobs < 1:
-        parser.error(f"--jobs takes a whole number of at least 1, not {options.jobs}")
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     try:
         pattern = re.compile(options.only or "")
     except re.error as error:
-        parser.error(f"--only takes a regular expression, not {options.only!r}: {error}")
+        parser.error(f"--only needs a regular expression, got {options.only!r}: {error}")
     everything = not (options.only or options.op or options.part)
     if options.write_expected and not (everything and options.passes == "default"):
-        parser.error("--write-expected takes a run of all configurations with the default passes")
+        parser.error("--write-expected needs a run of all configurations with the default passes")
 
     begin = time.monotonic()
 
@@ -56,7 +57,7 @@ def main() -> int:
     if options.op:
         found = [case for case in found if options.op.removesuffix("Node") in case.ops]
     if not found:
-        note("no configuration is chosen")
+        note("no configuration matches")
         return 2
     note(f"running {len(found)} configurations")
     ended = outcomes.run(found, options.passes, options.jobs)
@@ -70,7 +71,7 @@ def main() -> int:
         table.write(ended)
     different = expected.differences(ended, everything=everything)
     if different:
-        print("\nnot as tests/upstream_ops/expected.json says:", *different, sep="\n  ")
+        print("\ndifferent from tests/upstream_ops/expected.json:", *different, sep="\n  ")
     return 1 if different else 0
 
 

@@ -1,4 +1,4 @@
-"""The exports of configurations: their folders, what each folder records, and whether it is current."""
+"""The exports of configurations: the folder and the record of each, and whether it is current."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from etkv.export.manifest import _code
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("ETKV_UPSTREAM_OPS_DIR") or ROOT / "build" / "upstream_ops")
-"""The folder of the exports and the report. ``ETKV_UPSTREAM_OPS_DIR`` names another one, as a test does."""
+"""The folder of the exports and the report. ``ETKV_UPSTREAM_OPS_DIR`` selects another one, which a test uses."""
 RECORD = "case.json"
 INDEX = "configurations.json"
-"""The list of all configurations, so that a run with current exports does not import the wheel's tests."""
+"""The file with the list of all configurations. With it, a run with current exports need not import the wheel's
+tests."""
 
 
 @dataclasses.dataclass
@@ -29,28 +30,28 @@ class Case:
     """A configuration and its export: the contents of ``case.json``."""
 
     folder: str
-    """The name of its folder: index and name, since some configurations share a name."""
+    """The name of the export's folder: index and name, since some configurations share a name."""
     test: str
     """The class of the test."""
     rtol: float
     atol: float
     timeout: float
-    """Seconds that a run may take."""
+    """The time limit of a run in seconds."""
     comparable: bool
     """False if the test compares nothing, because its outputs are random."""
     kv_cache: str | None
     """The cache that the program needs: ``capacity,n_layers,n_kv_heads,head_dim[,dtype]``."""
     expected_segments: int
-    """The number of delegates that the test expects in the program."""
+    """The number of delegates in the program that the test expects."""
     expected_nodes: dict[str, int] | None
-    """Counts of nodes that the test expects."""
+    """The counts of nodes that the test expects."""
     segments: int = 0
     nodes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Every type of node in the program, with its count."""
+    """The count of each type of node in the program."""
     seconds: float = 0.0
     """Seconds of the export."""
     error: str | None = None
-    """Why the configuration cannot be exported here."""
+    """The reason why the configuration cannot be exported."""
     stamp: str = ""
 
     @property
@@ -60,7 +61,7 @@ class Case:
 
     @property
     def ops(self) -> list[str]:
-        """Return the types of nodes, named as the delegate names them."""
+        """Return the types of nodes, under the names that the delegate uses."""
         return sorted(name.removesuffix("Node") for name in self.nodes)
 
     def write(self) -> None:
@@ -68,18 +69,18 @@ class Case:
 
 
 def folder_name(index: int, name: str) -> str:
-    """Return the name of a configuration's folder, without characters that a shell reads."""
+    """Return the name of a configuration's folder, without characters that are special in a shell."""
     return f"{index:03}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}"
 
 
 def listed() -> list[str] | None:
-    """Return the folders of all configurations in order; None if they were listed by other sources."""
+    """Return the folders of all configurations in order; None if the list is stale."""
     known = read_json(FOLDER / INDEX)
     return known["folders"] if known and known["stamp"] == stamp() else None
 
 
 def read(folder: str) -> Case | None:
-    """Return the case in a folder; None if there is none, or a stale one."""
+    """Return the case in a folder; None if there is none or it is stale."""
     record = read_json(FOLDER / folder / RECORD)
     if not record or record.get("stamp") != stamp():
         return None
@@ -111,7 +112,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file in one step: a reader finds the old contents or the new."""
+    """Write a file atomically: a reader finds the old or the new contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Speeds up exports in tests.
 
-torch searches all of its operators for the composite ones twice in each export, and registers a dozen kernels for
-each of them several times.
+In each export, torch twice searches all of its operators for composite ones, and several times registers a dozen
+kernels for each of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OVERRIDE = "_override_composite_implicit_decomp"
 
 @functools.cache
 def look_up_once() -> None:
-    """Search for the composite operators again only when this process has more operators than before.
+    """Search for composite operators again only if this process has more operators than before.
 
-    Also keep the kernels that are registered for them. Programs are the same, and small ones take half of the time. The
-    modules of torch have these functions by name: a release that has them elsewhere fails here.
+    Also keep the kernels that are registered for them. Programs do not change, and small ones are exported in half of
+    the time. Raises an error if a release of torch does not have the replaced functions in these modules.
     """
     find = getattr(torch._export.utils, _FIND)
     found: dict[int, set[Any]] = {}
@@ -48,7 +48,7 @@ def look_up_once() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Registered:
-    """What torch registers for an operator: its kernels before and after, and its rule for fake tensors."""
+    """What torch registers for an operator: its kernels before and after, and the rule for fake tensors."""
 
     decomposition: Any
     before: dict[Any, Any]
@@ -59,9 +59,9 @@ class _Registered:
 def _remembering(
     override: Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]],
 ) -> Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]]:
-    """Return a function like torch's ``override``, which reuses what it has registered before.
+    """Return a function like torch's ``override`` that reuses earlier registrations.
 
-    What torch registers for an operator depends on the operator, its kernels and its decomposition alone.
+    Registrations depend only on the operator, its kernels and its decomposition.
     """
     known: dict[Any, _Registered] = {}
     rules: dict[Any, Any] = fake_impls.op_implementations_dict

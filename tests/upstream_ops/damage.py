@@ -1,7 +1,8 @@
-"""The command ``python -m tests.upstream_ops.damage``: damaged programs of every operation, in processes of their own.
+"""The command ``python -m tests.upstream_ops.damage``: runs damaged programs of every operation in separate
+processes.
 
-Exports what is missing. Exits with 0 if every program ran or was refused, and with 1 if one crashed, hung, or took
-memory without bound: then it prints the seed and the damaged payload of each.
+Exports missing programs. Exits with 0 if every damaged program ran or was refused. If one crashed, hung or used
+unbounded memory, prints its seed and damaged payload and exits with 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 def run(
     count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1, everything: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone.
+    """Run the campaign: ``count`` seeds from ``first`` on, or only ``seed``.
 
     Damages the programs of all configurations, or of those in ``part.json``.
     """
@@ -34,7 +35,7 @@ def run(
     environment.pop("ETKV_SEED", None)
     if seed is not None:
         environment["ETKV_SEED"] = str(seed)
-    # As `make test-rust` chooses packages: with others Cargo would build dependencies again.
+    # The same packages as in `make test-rust`: with others Cargo would build dependencies again.
     packages = ["--workspace", "--exclude", "etkv-benches"]
     words = ["cargo", "test", "--quiet", "--release", "--locked", *packages, "--test", "damaged_programs"]
     return subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -42,7 +43,7 @@ def run(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream_ops.damage", description=__doc__)
-    parser.add_argument("--programs", type=int, default=100_000, metavar="N", help="damaged programs (100000)")
+    parser.add_argument("--programs", type=int, default=100_000, metavar="N", help="number of programs (100000)")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (1)")
     parser.add_argument("--seed", type=int, metavar="SEED", help="run this seed alone, and print what was damaged")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="worker processes (2)")

@@ -1,13 +1,13 @@
-"""The configurations that are expected not to pass, with reasons: ``expected.json``.
+"""Reads and writes ``expected.json``: the configurations that are expected not to pass, with reasons.
 
 =========================  =====================================================================================
-``missing operations``     operations that the delegate lacks: configurations that have one are expected refused
-``failed``, ``refused``,   reason -> folders of the configurations that end so, whatever else is listed
+``missing operations``     operations that the delegate lacks: configurations with one are expected to be refused
+``failed``, ``refused``,   reason -> folders of the configurations with this outcome; has precedence
 ``not exported``
 =========================  =====================================================================================
 
-Every other configuration is expected to pass, or to run where its test compares nothing.
-``python -m tests.upstream_ops --write-expected`` writes the file anew from a run, and keeps reasons that are in it.
+Every other configuration is expected to pass, or just to run if its test compares nothing. ``python -m
+tests.upstream_ops --write-expected`` updates the file from a run, and keeps its reasons.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LISTED = ("failed", "refused", "not exported")
 
 
 def differences(outcomes: Sequence[Outcome], *, everything: bool) -> list[str]:
-    """Return a line for each configuration that did not end as expected; none if all did.
+    """Return a line for each configuration with an unexpected outcome.
 
-    ``everything`` means that these are all configurations. Then a listed operation that no program lacks is also a
-    difference.
+    ``everything`` means that these are all configurations. If so, it is also a difference if an operation is listed
+    as missing and no program is refused for it.
     """
     known = _read()
     listed = _listed(known)
@@ -43,9 +43,9 @@ def differences(outcomes: Sequence[Outcome], *, everything: bool) -> list[str]:
     if everything:
         lacked = {name for outcome in outcomes for name in outcome.missing}
         stale = sorted(set(known[_MISSING]) - lacked)
-        lines += [f"{name}: listed as missing, and no program is refused for it" for name in stale]
+        lines += [f"{name}: listed as missing, but no program is refused for it" for name in stale]
         folders = {outcome.case.folder for outcome in outcomes}
-        lines += [f"{folder}: listed, and there is no such configuration" for folder in sorted(set(listed) - folders)]
+        lines += [f"{folder}: listed, but there is no such configuration" for folder in sorted(set(listed) - folders)]
     return lines
 
 
@@ -79,5 +79,5 @@ def _read() -> dict[str, Any]:
 
 
 def _listed(known: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the kind and the reason of each configuration that the file names."""
+    """Return the kind and the reason of each configuration in the file."""
     return {folder: (kind, reason) for kind in _LISTED for reason, folders in known[kind].items() for folder in folders}

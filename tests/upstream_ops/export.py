@@ -1,4 +1,4 @@
-"""Exports what is missing or stale."""
+"""Exports configurations that are missing or stale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Case
 _WORKER = f"{__package__}.export_worker"
 
 _SECONDS = 900.0
-"""The most seconds and bytes that one export may take."""
+"""The limits of one export, in seconds and bytes."""
 
 
 def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]) -> list[Case]:
@@ -25,7 +25,7 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
         if stale:
             note(f"exporting {len(stale)} of {len(folders)} configurations")
         finished = 0
-        # Failed exports are not kept: the next run tries them again, as memory may have been short.
+        # Failed exports are not kept: the next run tries them again, because memory may have been short.
         ended: dict[str, Case] = {}
 
         def done(index: int, answer: Any) -> None:
@@ -40,7 +40,7 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
     found = [ended.get(folder) or cases.read(folder) for folder in folders]
     missing = [folder for folder, case in zip(folders, found, strict=True) if case is None]
     if missing:
-        raise RuntimeError(f"{cases.FOLDER} lacks what was just exported: {', '.join(missing)}")
+        raise RuntimeError(f"{cases.FOLDER} lacks configurations that were just exported: {', '.join(missing)}")
     return [case for case in found if case is not None]
 
 
@@ -78,7 +78,7 @@ def _without_export(folder: str, reason: str) -> Case:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock on the exports: another process would write the same files."""
+    """Hold the lock on the exports, because another process would write the same files."""
     with (cases.FOLDER / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

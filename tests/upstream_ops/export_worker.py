@@ -1,4 +1,4 @@
-"""A worker that exports configurations, with the wheel's own code."""
+"""A worker that exports configurations with the wheel's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import cases, fast_exports, wheel, worker
 def prepare() -> Callable[[int | None], Any]:
     """Import the wheel's tests, and return the function that exports one configuration by its index.
 
-    The function returns None; without an index it returns the folders of all configurations.
+    The function returns None. Called without an index, it returns the folders of all configurations.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -49,12 +49,13 @@ def _export(utils: Any, configuration: Any, folder: str) -> None:
         expected_nodes=configuration.expected_node_counts,
         stamp=cases.stamp(),
     )
-    # Where the wheel's code writes the program, the inputs and the outputs; by default it is beside the test.
+    # The folder to which the wheel's code writes the program, the inputs and the outputs. The default is the test's
+    # folder.
     configuration.get_test_dir = lambda: case.path
     case.path.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     try:
-        # Some tests trace code that earlier tests have traced with other sizes.
+        # Some tests trace code that earlier tests have traced with different sizes.
         torch.compiler.reset()
         path, _, _ = configuration.generate_test_files()
         case.segments = utils.count_mlx_delegate_segments(path)

@@ -1,6 +1,6 @@
-"""Makes exports in tests faster, with the same programs.
+"""Makes exports in tests faster, without changing the programs.
 
-Each function replaces one of torch's, by its name: a release that has it elsewhere fails here.
+Each function replaces one of torch's functions by name, and fails if a release does not have that name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ def prepare() -> None:
     composite_ops.look_up_once()
     _leave_guards_as_they_are()
     _share_origins()
-    # An export makes millions of objects that live until its end, and imported objects live on. Searching these for
-    # cycles takes an eighth of the export.
+    # An export creates millions of objects that live until its end, and imported objects stay alive. Garbage
+    # collection of these objects takes an eighth of the export's time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
 def _leave_guards_as_they_are() -> None:
-    """Skip the search for common subexpressions in guards, a tenth of an export: an export runs no guard."""
+    """Skip the search for common subexpressions in guards, which an export never runs. It takes a tenth of the
+    time."""
     of_guards = torch._dynamo.guards.PyExprCSEPass
     assert hasattr(of_guards, "count") and hasattr(of_guards, "replace")
     of_guards.count = lambda self, exprs: None  # type: ignore[method-assign]
@@ -42,7 +43,7 @@ def _leave_guards_as_they_are() -> None:
 
 
 def _share_origins() -> None:
-    """Share the list of a node's origins, which nothing changes, instead of copying all of them."""
+    """Share the list of a node's origins, which never changes, instead of copying it."""
     origins: Any = torch.fx.traceback
     assert origins.copy is copy and hasattr(origins, "NodeSource")
     names = {name: value for name, value in vars(copy).items() if not name.startswith("__")}
@@ -51,7 +52,7 @@ def _share_origins() -> None:
 
 @functools.cache
 def solve_codebooks_faster() -> None:
-    """Speed up ExecuTorch's TurboQuant codebooks, which take ten seconds each: scipy's density checks every number."""
+    """Speed up ExecuTorch's TurboQuant codebooks, which take ten seconds each because scipy checks every number."""
     codebooks: Any = importlib.import_module("executorch.extension.llm.modules.turboquant.codebook")
     solve = codebooks._solve_lloyd_max_cached
 
@@ -63,6 +64,6 @@ def solve_codebooks_faster() -> None:
 
 
 def _density(at: float, loc: float, scale: float) -> Any:
-    """Return scipy's density of a normal distribution, by the same steps."""
+    """Return scipy's density of a normal distribution, with the same operations."""
     place = (at - loc) / scale
     return np.exp(-(place**2) / 2.0) / math.sqrt(2 * math.pi) / scale

@@ -1,4 +1,4 @@
-"""The outcome of each configuration: runs them, counts them, and writes the report."""
+"""Runs configurations, counts their outcomes, and writes the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("passed", "failed", "refused", "not comparable", "not exported")
 REPORT = "report.json"
 
 _NEAR = 0.5
-"""A share of the tolerances: the report names each configuration with a larger error."""
+"""A share of the tolerances: the report lists each configuration with a larger error."""
 
 _MISSING = re.compile(r"needs operations that this build lacks: (.*)")
 
@@ -26,15 +26,15 @@ class Outcome:
 
     case: Case
     kind: str
-    """One of :data:`KINDS`. A program that ran and whose test compares nothing is not comparable."""
+    """One of :data:`KINDS`. If a program ran but its test compares nothing, it is not comparable."""
     reason: str
-    """Why it did not pass, in one line."""
+    """The reason why it did not pass, in one line."""
     error: float | None = None
     """The largest error as a share of the test's tolerances; None if nothing was compared."""
 
     @property
     def missing(self) -> list[str]:
-        """Return the operations for which the delegate refused the program."""
+        """Return the operations because of which the delegate refused the program."""
         found = _MISSING.search(self.reason)
         return re.findall(r"(?:operation )?(\w+) \(\d+ times\)", found[1]) if found else []
 
@@ -91,10 +91,10 @@ def totals(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def by_operation(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
-    """Return, for each type of node, the outcomes of the configurations that have it.
+    """Return, for each type of node, counts of the outcomes of the configurations that contain it.
 
-    A configuration with several types counts for each. A refused one counts only for the operations that the delegate
-    lacks.
+    A configuration with several types counts for each. A refused configuration counts only for operations that the
+    delegate lacks.
     """
     found: dict[str, list[Outcome]] = collections.defaultdict(list)
     for outcome in outcomes:

@@ -1,7 +1,7 @@
-"""The configurations that `make test` exports and runs, which takes minutes less than all: ``part.json``.
+"""Reads and writes ``part.json``: the configurations that `make test` exports and runs, to save minutes.
 
-Every operation is in one of them, with each outcome that it has. ``python -m tests.upstream_ops --write-expected``
-writes the file from a run of all configurations.
+They contain every operation with each of its outcomes. ``python -m tests.upstream_ops --write-expected`` writes the
+file from a run of all configurations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def choose(outcomes: Sequence[Outcome]) -> list[str]:
     seen: set[tuple[str, str]] = set()
     chosen = []
     for outcome in outcomes:
-        # What cannot be exported has no operations.
+        # A configuration that cannot be exported has no operations.
         has = {(outcome.kind, operation) for operation in outcome.case.ops or [""]}
         if not has <= seen:
             seen |= has

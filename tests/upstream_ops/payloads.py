@@ -1,9 +1,10 @@
-"""Gathers the exported programs in one file, for the campaign of damaged programs (``tests/rust/damaged_programs.rs``).
+"""Collects the exported programs in one file, for the campaign of damaged programs
+(``tests/rust/damaged_programs.rs``).
 
-``python -m tests.upstream_ops.payloads FILE`` exports what is missing, and writes the file if it is missing or stale.
-For each program it has the delegate's payload, where each number of the payload lies, the constants, the inputs, the
-dtypes of the outputs, and the types of its nodes. A payload is written with every default, so that a default can be
-damaged as well.
+``python -m tests.upstream_ops.payloads FILE`` exports missing programs, and writes the file if it is missing or
+stale. For each program the file has the delegate's payload, the offset of each number in the payload, the constants,
+the inputs, the dtypes of the outputs, and the types of nodes. Payloads are written with all default values, so that
+defaults can be damaged as well.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _SCALARS = {
     "float": "f",
     "double": "d",
 }
-# The kinds of places in the payload. The campaign has the same numbers.
+# The kinds of numbers in the payload. The campaign uses the same values.
 _KINDS = {"B": 0, "b": 0, "i": 1, "I": 2, "q": 3, "f": 4, "d": 5}
 _SLOT, _LENGTH, _OFFSET, _FIELD, _TYPE, _TEXT = 6, 7, 8, 9, 10, 11
 
 
 class _Schema:
-    """The tables of a schema: for each the names and the types of its fields, a union's type included."""
+    """The tables of a schema, with the names and types of their fields, including the type fields of unions."""
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
@@ -65,7 +66,7 @@ class _Schema:
 
 
 class _Sites:
-    """The places of the numbers in a flatbuffer: offset, kind, and whether the number is part of an instruction."""
+    """The numbers in a flatbuffer: offset, kind, and whether the number is part of an instruction."""
 
     def __init__(self, schema: _Schema, data: bytes) -> None:
         self.schema, self.data = schema, data
@@ -149,7 +150,7 @@ def write(path: Path, found: list[Case]) -> None:
 
 
 def is_current(path: Path, count: int) -> bool:
-    """Return whether the file has ``count`` programs as they are exported now."""
+    """Return whether the file contains ``count`` programs of the current exports."""
     mark = MARK + _text(cases.stamp()) + struct.pack("<I", count)
     try:
         with path.open("rb") as file:
@@ -159,7 +160,7 @@ def is_current(path: Path, count: int) -> bool:
 
 
 def _with_defaults(flatc: Path, schema: Path, payloads: list[bytes]) -> list[bytes]:
-    """Return the flatbuffers of payloads, with fields of a default value written out."""
+    """Return the flatbuffers of payloads, with default values written out."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for index, payload in enumerate(payloads):
@@ -192,7 +193,7 @@ def _program(schema: _Schema, case: Case, buffer: bytes) -> Iterator[bytes]:
 
 
 def _in_order(given: list[Any], declared: list[dict[str, Any]]) -> list[Any]:
-    """Return a method's inputs in the order of its delegate, which differs."""
+    """Return a method's inputs in the order of its delegate, which may differ."""
     rest = list(given)
 
     def fits(tensor: Any, argument: dict[str, Any]) -> bool:
@@ -248,9 +249,9 @@ def _list(entries: list[bytes]) -> bytes:
 
 
 def gather(path: Path, folders: Collection[str] | None = None) -> None:
-    """Export what is missing, and write the file if it is missing or stale.
+    """Export missing programs, and write the file if it is missing or stale.
 
-    It has the programs of ``folders``, or of all configurations.
+    The file contains the programs of ``folders``, or of all configurations.
     """
 
     def note(text: str) -> None:

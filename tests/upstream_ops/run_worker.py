@@ -1,4 +1,5 @@
-"""A worker that runs exported configurations through the delegate and compares, as the wheel's tests do."""
+"""A worker that runs exported configurations through the delegate and compares their outputs like the wheel's
+tests."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from etkv.errors import EtkvError, Status, first_line
 from . import wheel, worker
 from .cases import Case
 
-# ExecuTorch's dtype numbers, by which the wheel's tests name the storage of a cache.
+# ExecuTorch's numbers of dtypes, with which the wheel's tests specify the storage of a cache.
 _FORMATS = {"5": "f16", "6": "f32", "15": "bf16"}
 
 
@@ -35,10 +36,10 @@ def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def _outcome(utils: Any, case: Case, passes: Any) -> dict[str, Any]:
     if case.segments != case.expected_segments:
-        return _failed(f"{case.segments} parts for the delegate, the test expects {case.expected_segments}")
+        return _failed(f"{case.segments} delegates, the test expects {case.expected_segments}")
     for name, count in (case.expected_nodes or {}).items():
         if case.nodes.get(name, 0) != count:
-            return _failed(f"{case.nodes.get(name, 0)} of {name}, the test expects {count}")
+            return _failed(f"{case.nodes.get(name, 0)} nodes {name}, the test expects {count}")
     try:
         outputs = _run(utils, case, passes)
     except EtkvError as error:
@@ -78,12 +79,12 @@ def _cache_config(spec: str) -> etkv.CacheConfig:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Return an output in the form of the wheel's runner: a number is a tensor of rank 0."""
+    """Return an output in the form of the wheel's runner, in which a number is a tensor of rank 0."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _error(expected: list[torch.Tensor], outputs: list[torch.Tensor], case: Case) -> float | None:
-    """Return the largest error as a share of the tolerances: above 1 the comparison fails.
+    """Return the largest error as a share of the tolerances. The comparison fails above 1.
 
     None if the outputs cannot be compared: shapes differ, or a value is not finite.
     """

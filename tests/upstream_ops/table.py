@@ -1,7 +1,8 @@
-"""The page ``docs/ops.md``: the file that runs each operation of ExecuTorch's schema, and its tests.
+"""Writes the page ``docs/ops.md``: the file of each operation of ExecuTorch's schema, and the results of its tests.
 
-Made from the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``,
-and the outcomes of a run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
+The sources are the schema of the installed wheel, the table of operations in
+``crates/etkv-mlx-program/src/ops/mod.rs``, and the outcomes of a run. ``python -m tests.upstream_ops
+--write-expected`` writes the page; a test compares it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ELSEWHERE = {
     "IdCopy": "mod.rs",
     "Noop": "mod.rs",
 }
-"""Operations that are not exactly one instruction, and so are missing from the table of instructions."""
+"""Operations that are not exactly one instruction, so that the table of instructions lacks them."""
 
 _HEAD = """# Operations
 
@@ -54,7 +55,7 @@ ExecuTorch's MLX backend refuses these programs by name.
 
 
 def names(schema: str) -> list[str]:
-    """Return the names of the operations in the text of the schema, in its order."""
+    """Return the names of the operations in the schema, in order."""
     union = re.search(r"union OpNode \{(.*?)\}", schema, re.DOTALL)
     assert union is not None
     lines = [line.partition("//")[0] for line in union[1].splitlines()]
@@ -84,7 +85,7 @@ def text(ended: Sequence[Outcome]) -> str:
         compared = [outcome for outcome in having if outcome.kind not in ("not comparable", "not exported")]
         passed = sum(outcome.kind == "passed" for outcome in compared)
         tests = f"{passed} of {len(compared)}" if compared else "-"
-        # All programs of the tests ran on one, except those that are refused everywhere.
+        # All programs of the tests ran on an NVIDIA GPU, except those that are refused on every device.
         cuda = "run" if any(outcome.kind in ("passed", "not comparable") for outcome in having) else ""
         rows.append(f"| {name} | `{files[name]}` | {tests} | {cuda} |\n")
     own = [f"| {name} | `{files[name]}` |\n" for name in sorted(set(files) - set(names(schema)))]
@@ -92,7 +93,7 @@ def text(ended: Sequence[Outcome]) -> str:
 
 
 def without_counts(text: str) -> str:
-    """Return the page without the numbers of its tests, which need a run of all configurations."""
+    """Return the page without the counts of tests, which need a run of all configurations."""
     return re.sub(r"\| \d+ of \d+ \|", "| n |", text)
 
 

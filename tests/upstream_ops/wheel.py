@@ -1,4 +1,4 @@
-"""Imports the wheel's tests, and replaces modules that they need and Linux lacks."""
+"""Imports the wheel's tests, and replaces modules that the Linux wheel lacks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TESTS = "executorch.backends.mlx.test"
 
 
 def test_utils() -> Any:
-    """Return the wheel's module that saves, loads and compares tensors. Its import takes ten seconds."""
+    """Return the wheel's module that saves, loads and compares tensors. The import takes ten seconds."""
     _mlx_serialization.ensure_available()
     return importlib.import_module(f"{TESTS}.test_utils")
 
 
 def configurations() -> list[Any]:
-    """Return every configuration, an instance of its test's class, in the order of the wheel's file."""
+    """Return all configurations, as instances of their tests' classes, in the order of the wheel's file."""
     utils = test_utils()
     find_torchtune()
     importlib.import_module(f"{TESTS}.test_ops")
@@ -30,15 +30,15 @@ def configurations() -> list[Any]:
 
 
 def find_torchtune() -> None:
-    """Make torchtune's modules importable, each empty, where the package is not installed."""
+    """Make torchtune's modules importable as empty modules if the package is not installed."""
     if importlib.util.find_spec("torchtune") is None:
         sys.meta_path.append(_TorchtuneFinder())
 
 
 class _TorchtuneFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torchtune's modules, each empty.
+    """Finds torchtune's modules and loads them as empty modules.
 
-    A package of ExecuTorch's imports them, and the tests import another module of that package.
+    A package of ExecuTorch imports them, and the tests import another module of that package.
     """
 
     def find_spec(
@@ -54,7 +54,7 @@ class _TorchtuneFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def attribute(name: str) -> type:
             if name.startswith("__"):
                 raise AttributeError(name)
-            # Tests of `isinstance` need a class, and no object is one of this class.
+            # `isinstance` needs a class. No object is an instance of this class.
             return type(name, (torch.nn.Module,), {})
 
         module.__getattr__ = attribute  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The loop of a worker process: reads tasks from stdin, one line of JSON each, and answers each with a line of JSON.
+"""The loop of a worker process: reads tasks from stdin, one JSON line each, and answers each with a JSON line.
 
 Answers go to the original stdout. Anything that libraries print goes to stderr.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 MEMORY = 8 << 30
-"""The most bytes of data that a worker may hold: a test that needs more fails without harm to the machine."""
+"""The maximum bytes of data of a worker: a test that needs more fails without harm to the machine."""
 
 
 def serve(prepare: Callable[[], Callable[[Any], Any]]) -> None:

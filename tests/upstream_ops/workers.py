@@ -1,4 +1,5 @@
-"""Gives tasks to worker processes. A process that crashes, hangs or grows is replaced, and only its task is lost."""
+"""Distributes tasks to worker processes. If a process crashes, hangs or grows too large, it is replaced; only its
+task is lost."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ from typing import Any
 from .cases import ROOT
 
 LARGE = 3 << 30
-"""Resident bytes after which a worker is replaced, since leftovers of earlier tasks fill the memory."""
+"""Resident bytes at which a worker is replaced, since leftovers of earlier tasks fill the memory."""
 
 _START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Death:
-    """Why a worker ended in the middle of a task."""
+    """The reason why a worker ended in the middle of a task."""
 
     reason: str
 
 
 class _Worker:
-    """One process that runs a module, which calls :func:`.worker.serve`."""
+    """A process that runs a module, which calls :func:`.worker.serve`."""
 
     def __init__(self, module: str) -> None:
-        # Each worker has one thread: workers share the cores.
+        # One thread per worker, because workers share the cores.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # Tests compare float32 with float32. Without this, newer GPUs round the factors of products to TF32.
+        # Tests compare float32 with float32. Without this setting, newer GPUs round the factors of products to TF32.
         environment = {**os.environ, **threads, "MLX_ENABLE_TF32": "0"}
-        # Some virtual machines report AMX but cannot run it: PyTorch's bfloat16 products end the process there.
+        # Some virtual machines report AMX but cannot run it: there PyTorch's bfloat16 products end the process.
         environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -57,7 +58,7 @@ class _Worker:
 
     def ask(self, task: Any, seconds: float) -> Any | Death:
         assert self.process.stdin is not None
-        # The process writes to the same open file, so its position moves as soon as the task is sent.
+        # The process writes to the same open file, so the file position changes as soon as the task is sent.
         errors = self.errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(task).encode() + b"\n")
@@ -65,7 +66,7 @@ class _Worker:
         return self._receive(seconds, errors)
 
     def _receive(self, seconds: float, errors: int) -> Any | Death:
-        """Return the next answer; for a death, the last line written after ``errors`` bytes."""
+        """Return the next answer, or a death with the last line that the process wrote after ``errors`` bytes."""
         assert self.process.stdout is not None
         late = threading.Event()
 
@@ -107,9 +108,9 @@ class _Worker:
 def answer(
     module: str, tasks: Iterable[tuple[Any, float]], done: Callable[[Any, Any | Death], None], processes: int
 ) -> None:
-    """Give each task, with the seconds that it may take, to one of ``processes`` workers of ``module``.
+    """Distribute tasks, each with a time limit in seconds, to ``processes`` workers of ``module``.
 
-    ``done`` is called with a task and its answer, or the worker's death, on one thread at a time.
+    ``done`` is called with a task and its answer or the worker's death, by one thread at a time.
     """
     waiting: queue.SimpleQueue[tuple[Any, float]] = queue.SimpleQueue()
     count = 0
