@@ -1,8 +1,10 @@
-//! The time of one layer of experts in the shapes of Qwen3-30B-A3B, with weights that are in no cache.
+//! Measures one layer of experts in the shapes of Qwen3-30B-A3B, with weights that are not in the processor's
+//! caches.
 //!
-//! `cargo run --release -p etkv-cpu --example experts [-- <threads>]`. For a decode step it prints the time of a
-//! layer, and beside it that of a plain read of the bytes that the layer reads, on the same threads; for a prompt,
-//! products and sums for each second of a core, which other load on the machine changes little. Each call takes another of four layers.
+//! `cargo run --release -p etkv-cpu --example experts [-- <threads>]`. For a decode step it prints the time
+//! of a layer, and the time of a plain read of the same bytes on the same threads. For a prompt it prints
+//! multiplications and additions per second of processor time, on which other load has little effect. Calls
+//! use four layers in turn.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -56,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let calls = if n_tokens == 1 { 200 } else { 12 };
             let [time, cpu] = seconds(
                 |number| {
-                    // Other experts than in the call before.
+                    // The experts differ from those of the previous call.
                     for (index, &first) in other.chunks_exact_mut(8).zip(indices.iter().step_by(8))
                     {
                         let expert =

@@ -1,8 +1,9 @@
-//! The time of products in the shapes of Llama-3.2-1B and of SmolLM2-135M, with weights that are in no cache.
+//! Measures products in the shapes of Llama-3.2-1B and SmolLM2-135M, with weights that are not in the
+//! processor's caches.
 //!
-//! `cargo run --release -p etkv-cpu --example linear [-- <threads>]`. For one token it prints the bytes of weights
-//! in a second, and beside them those of a plain read on the same threads; for a prompt, products and sums for each
-//! second of a core, which other load on the machine changes little.
+//! `cargo run --release -p etkv-cpu --example linear [-- <threads>]`. For one token it prints the bytes of
+//! weights per second, and those of a plain read on the same threads. For a prompt it prints multiplications
+//! and additions per second of processor time, on which other load has little effect.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -13,7 +14,7 @@ use measure::{seconds, sum, threads, weights, Random};
 
 mod measure;
 
-/// Columns, and the rows of the matrices of a call.
+/// The columns, and the rows of each matrix of a call.
 const SHAPES: [(usize, &[usize]); 5] = [
     (2048, &[2048, 512, 512]),
     (2048, &[8192, 8192]),
@@ -22,7 +23,7 @@ const SHAPES: [(usize, &[usize]); 5] = [
     (576, &[1536, 1536]),
 ];
 
-/// The bytes that calls take turns in: more than caches hold.
+/// The total bytes of weights that calls use in turn, which exceed the caches.
 const SIZE: usize = 256 << 20;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -38,7 +38,7 @@ impl Dtype {
     }
 }
 
-/// The elements of a tensor that owns them.
+/// Owned elements of a tensor.
 #[derive(Debug, Clone)]
 pub enum Values {
     /// IEEE binary32.
@@ -166,7 +166,8 @@ impl Tensor {
         values
     }
 
-    /// Returns whether each row begins with the elements of the same row of `other`, in float32, NaN included.
+    /// Returns whether each row begins with the elements of the corresponding row of `other`. Compares in
+    /// float32, and NaN equals NaN.
     pub(crate) fn begins_with(&self, other: &Self) -> bool {
         let [rows, first] =
             [self, other].map(|tensor| (tensor.to_f32(), tensor.shape[3].max(1) as usize));
@@ -253,15 +254,15 @@ impl Tensor {
     /// Converts a row to float32. `out` must have the length of the row.
     ///
     /// # Safety
-    /// The index is inside the shape.
+    /// The index must be inside the shape.
     unsafe fn load_row(&self, index: [usize; 3], out: &mut [f32]) {
         let dtype = self.dtype();
         if self.has_runs() {
-            // SAFETY: as for this function.
+            // SAFETY: the caller upholds the contract.
             return dtype.load(unsafe { self.run(index) }, out);
         }
         let step = self.strides[3] * dtype.size() as isize;
-        // SAFETY: the caller ensures the same. The row has several elements, since it is not contiguous.
+        // SAFETY: the caller upholds the contract. The row has several elements, since it is not contiguous.
         let start = unsafe { self.element(index) };
         for (at, out) in (0..).zip(out) {
             // SAFETY: the element is part of the row, and has this size.
@@ -328,7 +329,7 @@ mod tests {
             .map(|(n, head, dim)| values[(head * 2 + n) * 4 + dim])
             .collect();
         let start = side.as_ptr().cast();
-        // SAFETY: as above.
+        // SAFETY: the same as above.
         let view = unsafe { Tensor::borrowed(start, Dtype::F32, shape, [24, 4, 12, 1]) }.unwrap();
         assert_eq!(view.to_f32(), values);
         let mut runs = 0;

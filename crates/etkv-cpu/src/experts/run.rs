@@ -1,4 +1,4 @@
-//! A call: its checks, and its tasks.
+//! Runs a call: its checks and its tasks.
 
 use etkv_core::{fail, Result};
 
@@ -12,10 +12,10 @@ use crate::linear::weights::{MAX_GROUP, ROWS};
 use crate::parallel::{Parallel, Serial};
 use crate::simd::Instructions;
 
-/// The tasks for each thread: enough to even out other load on the machine.
+/// The number of tasks for each thread. With several, other load on the machine delays the call less.
 const TASKS: usize = 8;
 
-/// The least pairs whose inputs several threads prepare.
+/// The minimum number of pairs for which several threads prepare inputs.
 const MANY: usize = 64;
 
 /// The inputs of a step of `T` tokens with `k` experts each.
@@ -23,11 +23,11 @@ const MANY: usize = 64;
 pub struct Inputs<'a> {
     /// Hidden states, `[T, hidden]`.
     pub x: &'a [f32],
-    /// The experts of a token.
+    /// The number of experts of a token.
     pub k: usize,
     /// The experts of each token, `[T, k]`: little-endian integers of 64 bits.
     pub experts: &'a [u8],
-    /// The factors of their outputs, `[T, k]`.
+    /// The factors of the experts' outputs, `[T, k]`.
     pub routing_weights: &'a [f32],
     /// The weights of the first products of all experts.
     pub first: &'a [u8],
@@ -39,14 +39,14 @@ pub struct Inputs<'a> {
     pub second_bias: Option<&'a [f32]>,
 }
 
-/// Writes, for each token, the sum of its experts' outputs, each times its factor: `[T, hidden]`.
+/// Writes for each token the sum of its experts' outputs, multiplied by their factors: `[T, hidden]`.
 ///
-/// An output does not depend on the other tokens of the step, nor on the number of threads.
+/// The output of a token depends neither on other tokens of the step nor on the number of threads.
 ///
 /// # Errors
-/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index that is none of an expert,
-/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if memory
-/// is lacking. Then the output is not written.
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index without an expert,
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if
+/// memory is lacking. An error does not write the output.
 pub fn route_into(
     experts: &Experts,
     inputs: &Inputs,
@@ -57,7 +57,7 @@ pub fn route_into(
     route_with(Instructions::best(), experts, inputs, out, workspace, parallel)
 }
 
-/// [`route_into`] with one of the machine's instruction sets.
+/// The same as [`route_into`], with a given instruction set of this machine.
 pub(super) fn route_with(
     instructions: Instructions,
     experts: &Experts,
@@ -72,7 +72,7 @@ pub(super) fn route_with(
     routing.sort(inputs.experts, inputs.k, experts.n_experts)?;
     let n_tokens = out.len() / experts.hidden;
     let pieces = Workspace::prepare(memory, experts, n_tokens, routing.pairs.len())?;
-    // About ten microseconds of work are not worth waking a thread.
+    // Less than about ten microseconds of work is not worth waking another thread.
     let work = experts.hidden * experts.intermediate * routing.chosen.len();
     let parallel = if work < 1 << 15 { &Serial } else { parallel };
     let [first, second] = experts.weights.map(|format| Tiles::of(instructions, format));
@@ -86,12 +86,12 @@ pub(super) fn route_with(
         out: out.as_mut_ptr(),
         n_tokens,
     };
-    // A host may take a lock for this call.
+    // The host may lock a mutex in this call, so it is called once.
     step.run(parallel, parallel.threads());
     Ok(())
 }
 
-/// Checks that inputs and output have the sizes of the experts.
+/// Checks that the sizes of inputs and output match those of the experts.
 fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
     let Experts { n_experts, hidden, .. } = *experts;
     let Inputs { x, k, first, second, .. } = *inputs;
@@ -128,11 +128,11 @@ fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// A call, for its tasks.
+/// The data of a call that all tasks use.
 struct Step<'a> {
     /// The kernels of both products.
     tiles: [Tiles; 2],
-    /// The most pairs of a block.
+    /// The maximum number of pairs of a block.
     most: usize,
     experts: &'a Experts,
     inputs: &'a Inputs<'a>,
@@ -142,8 +142,8 @@ struct Step<'a> {
     n_tokens: usize,
 }
 
-// SAFETY: the tasks of each phase write to pieces and columns of their own. What they read was written in an earlier
-// phase.
+// SAFETY: the tasks of a phase write different pieces or columns, and read only the results of earlier
+// phases.
 unsafe impl Sync for Step<'_> {}
 
 impl Step<'_> {
@@ -156,7 +156,7 @@ impl Step<'_> {
         }
         prepares.run(chosen.len(), &|at| self.pack(&chosen[at]));
 
-        // A unit of the first products gives whole groups of the second ones' inputs.
+        // The columns of a unit of the first products are a complete group of the second products' inputs.
         let unit = self.experts.weights[1].group().unwrap_or(ROWS);
         let n_units = self.experts.intermediate / unit;
         let each = (chosen.len() * n_units).div_ceil(TASKS * threads).clamp(1, n_units);
@@ -177,14 +177,14 @@ impl Step<'_> {
         });
     }
 
-    /// Rounds a token to 8 bits.
+    /// Rounds the hidden states of a token to 8 bits.
     fn quantize(&self, token: usize) {
         let tokens = &self.pieces.tokens;
         let (columns, group, n_groups) = (tokens.columns, tokens.group, tokens.n_groups());
         let row = &self.inputs.x[token * columns..(token + 1) * columns];
         let block = Block { first: token, n: 1 };
         let (scales, starts) = tokens.of_groups(block);
-        // SAFETY: the row of the token belongs to this task, and its numbers are initialized.
+        // SAFETY: only this task uses the row of the token, and its numbers are initialized.
         let (codes, scales, starts) = unsafe {
             (
                 std::slice::from_raw_parts_mut(tokens.integers(block), columns),
@@ -198,7 +198,7 @@ impl Step<'_> {
         }
     }
 
-    /// Puts the tokens of an expert into blocks.
+    /// Packs the inputs of an expert's tokens into blocks.
     fn pack(&self, chosen: &Chosen) {
         let (to, tokens) = (&self.pieces.first, &self.pieces.tokens);
         for block in blocks_of(chosen.pairs(), self.most) {
@@ -206,14 +206,14 @@ impl Step<'_> {
                 let token = self.token(block.first + i);
                 if to.group == 0 {
                     let row = &self.inputs.x[token * to.columns..(token + 1) * to.columns];
-                    // SAFETY: the pairs of an expert belong to this task.
+                    // SAFETY: only this task uses the pairs of the expert.
                     unsafe { to.put_floats(block, i, 0, row) };
                     continue;
                 }
                 let of_token = Block { first: token, n: 1 };
                 let (scales, starts) = tokens.of_groups(of_token);
                 let n = tokens.n_groups();
-                // SAFETY: as above; an earlier phase wrote the token.
+                // SAFETY: the same as above, and an earlier phase wrote the token.
                 unsafe {
                     let codes = std::slice::from_raw_parts(tokens.integers(of_token), to.columns);
                     let scales = std::slice::from_raw_parts(scales, n);
@@ -230,8 +230,8 @@ impl Step<'_> {
         }
     }
 
-    /// Computes the first products of an expert, what is between them and the second, and the inputs of the second:
-    /// some units of them.
+    /// Computes some units of an expert's first products, applies the activation, and packs the results as
+    /// inputs of the second products.
     fn first(&self, chosen: &Chosen, units: std::ops::Range<usize>, unit: usize) {
         let (to, gated) = (&self.pieces.second, self.experts.activation.gated);
         let (mut gates, mut ups): (Sums, Sums) = ([0.0; BLOCK * ROWS], [0.0; BLOCK * ROWS]);
@@ -250,7 +250,7 @@ impl Step<'_> {
                 }
                 let activation = self.experts.activation;
                 let (gates_at, ups_at) = (gates.as_mut_ptr(), ups.as_ptr());
-                // SAFETY: both have rows for all pairs of a block.
+                // SAFETY: both arrays have rows for all pairs of a block.
                 unsafe {
                     self.tiles[1].enter(Activate {
                         activation,
@@ -261,7 +261,7 @@ impl Step<'_> {
                 }
                 for (i, made) in gates.chunks_exact(ROWS).take(block.n).enumerate() {
                     if to.group == 0 {
-                        // SAFETY: the columns of these pairs belong to this task.
+                        // SAFETY: only this task uses the columns of these pairs.
                         unsafe { to.put_floats(block, i, column, made) };
                     } else {
                         rows[i][tile * ROWS..][..ROWS].copy_from_slice(made);
@@ -272,7 +272,7 @@ impl Step<'_> {
                 for (i, row) in rows[..block.n].iter().enumerate() {
                     let mut codes = [0; MAX_GROUP];
                     let (scale, start) = self.tiles[1].quantize(&row[..unit], &mut codes);
-                    // SAFETY: the columns of these pairs belong to this task.
+                    // SAFETY: only this task uses the columns of these pairs.
                     unsafe {
                         to.put_integers(block, i, unit_at, &codes[..unit], &[scale], &[start]);
                     }
@@ -294,16 +294,16 @@ impl Step<'_> {
         }
     }
 
-    /// Clears a tile's columns of the output.
+    /// Sets a tile's columns of the output to zero.
     fn clear(&self, tile: usize) {
         let (column, width) = self.columns(tile);
         for token in 0..self.n_tokens {
-            // SAFETY: the columns belong to this task.
+            // SAFETY: only this task uses the columns.
             unsafe { self.out.add(token * self.experts.hidden + column).write_bytes(0, width) };
         }
     }
 
-    /// Adds the second products of an expert: a tile's columns of the output.
+    /// Adds the second products of an expert to a tile's columns of the output.
     fn second(&self, chosen: &Chosen, tile: usize) {
         let (hidden, expert) = (self.experts.hidden, chosen.expert);
         let tiles = self.experts.second_tiles();
@@ -322,20 +322,20 @@ impl Step<'_> {
                 }
                 let factor = self.inputs.routing_weights[self.pair(block.first + i)];
                 let at = self.token(block.first + i) * hidden + column;
-                // SAFETY: the columns belong to this task.
+                // SAFETY: only this task uses the columns.
                 let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(at), width) };
                 out.iter_mut().zip(&*sums).for_each(|(out, sum)| *out += factor * sum);
             }
         }
     }
 
-    /// Returns the first column of the output that a tile has, and their number.
+    /// Returns the first column of a tile in the output, and the number of columns.
     fn columns(&self, tile: usize) -> (usize, usize) {
         let column = tile * ROWS;
         (column, ROWS.min(self.experts.hidden - column))
     }
 
-    /// Returns the place of a pair among the indices.
+    /// Returns the position of a pair in the indices.
     fn pair(&self, at: usize) -> usize {
         self.routing.pairs[at] as usize
     }

@@ -5,7 +5,7 @@ use etkv_core::{fail, Result};
 use super::activation::Activation;
 use crate::linear::weights::{check_width, WeightFormat, ROWS};
 
-/// The most elements of a row, and the most experts: more than any model has, and few enough that sizes in bytes
+/// The maximum number of elements of a row, and of experts. It exceeds that of any model, and sizes in bytes
 /// fit 64 bits.
 const MAX_SIZE: usize = 1 << 20;
 
@@ -14,13 +14,13 @@ const MAX_SIZE: usize = 1 << 20;
 pub struct Experts {
     /// The number of experts.
     pub n_experts: usize,
-    /// Elements of a hidden state.
+    /// The elements of a hidden state.
     pub hidden: usize,
-    /// Elements between the two products: whole tiles.
+    /// The elements between the two products, in whole tiles.
     pub intermediate: usize,
-    /// How the weights of the first products are stored, and those of the second.
+    /// The storage formats of the first and the second products' weights.
     pub weights: [WeightFormat; 2],
-    /// What is computed between the products.
+    /// The activation between the products.
     pub activation: Activation,
 }
 
@@ -28,7 +28,7 @@ impl Experts {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    /// [`Program`](etkv_core::Status::Program) for invalid sizes.
     pub fn check(&self) -> Result<()> {
         let Self { n_experts, hidden, intermediate, weights, .. } = *self;
         for (name, size) in
@@ -46,12 +46,12 @@ impl Experts {
         self.activation.check()
     }
 
-    /// Returns the tiles of an expert's first product: with a gate, those of the gate and those of what it gates.
+    /// Returns the number of tiles of an expert's first product. With a gate, it includes those of the gate.
     pub(super) fn first_tiles(&self) -> usize {
         self.intermediate / ROWS * if self.activation.gated { 2 } else { 1 }
     }
 
-    /// Returns the tiles of an expert's second product.
+    /// Returns the number of tiles of an expert's second product.
     pub(super) fn second_tiles(&self) -> usize {
         self.hidden.div_ceil(ROWS)
     }

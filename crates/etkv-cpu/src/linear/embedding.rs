@@ -5,17 +5,17 @@ use etkv_core::{fail, Result};
 use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
 use crate::parallel::{Parallel, Serial};
 
-/// The tokens for whose rows a thread is woken.
+/// The minimum number of tokens for which other threads are woken.
 const MANY: usize = 32;
 
 /// A packed embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Embedding {
-    /// Its rows: the size of the vocabulary.
+    /// The number of rows: the size of the vocabulary.
     pub rows: usize,
-    /// Elements of a row.
+    /// The elements of a row.
     pub width: usize,
-    /// How its weights are stored.
+    /// The storage format of the weights.
     pub format: WeightFormat,
 }
 
@@ -23,7 +23,7 @@ impl Embedding {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    /// [`Program`](etkv_core::Status::Program) for invalid sizes.
     pub fn check(&self) -> Result<()> {
         check_width(self.width, self.format)?;
         if !(1..=MAX_SIZE).contains(&self.rows) {
@@ -32,7 +32,7 @@ impl Embedding {
         Ok(())
     }
 
-    /// Writes row `row` of packed weights.
+    /// Unpacks row `row` of packed weights to `out`.
     fn row_into(&self, weights: &[u8], row: usize, out: &mut [f32]) {
         let (tile, lane) = (row / ROWS, row % ROWS);
         let size = self.format.tile_size(self.width);
@@ -81,11 +81,11 @@ fn from_bf16(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
-/// Writes the rows of `ids`, little-endian integers of 64 bits: `[T, width]`.
+/// Writes the rows `[T, width]` of `ids`, which are little-endian integers of 64 bits.
 ///
 /// # Errors
-/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id that is none of a row, and
-/// [`Shape`](etkv_core::Status::Shape) if sizes do not match. Then nothing is written.
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id without a row, and
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match. An error writes nothing.
 pub fn embed_into(
     embedding: &Embedding,
     ids: &[u8],
@@ -113,18 +113,18 @@ pub fn embed_into(
     let rows = Rows(out.as_mut_ptr());
     let parallel = if ids.len() < MANY { &Serial } else { parallel };
     parallel.run(ids.len(), &|at| {
-        // SAFETY: the row belongs to this task.
+        // SAFETY: only this task uses the row.
         let out = unsafe { std::slice::from_raw_parts_mut(rows.at(at * width), width) };
-        // Checked above.
+        // The check above ensures that the row exists.
         embedding.row_into(weights, i64::from_le_bytes(ids[at]) as usize, out);
     });
     Ok(())
 }
 
-/// The rows of an output, for tasks.
+/// The output, whose rows tasks write.
 struct Rows(*mut f32);
 
-// SAFETY: each task writes to a row of its own.
+// SAFETY: tasks write different rows.
 unsafe impl Sync for Rows {}
 
 impl Rows {

@@ -1,10 +1,10 @@
 //! Products with packed weights, and rows of packed embeddings.
 //!
-//! Weights stay where they are, in the file that the program was mapped from; `python/etkv/packed_weights.py`
-//! describes their layout. The head of a model and its embedding read the same weights.
+//! Weights are not copied from the mapped file of the program; `python/etkv/packed_weights.py` describes
+//! their layout. The output head of a model and its embedding share weights.
 //!
-//! An output is one sequence of float operations, whatever the other tokens of the step and the number of threads
-//! are. So the same text gives the same bits however it is cut into steps.
+//! Each output is computed by the same sequence of float operations, independent of other tokens of the step
+//! and of the number of threads. So the results of a text have the same bits for any division into steps.
 
 pub(crate) mod blocks;
 mod embedding;

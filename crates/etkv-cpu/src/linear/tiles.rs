@@ -1,4 +1,4 @@
-//! The kernels of one format of weights on one instruction set.
+//! Selects the kernels for a format of weights and an instruction set.
 
 use super::blocks::{Block, Packed, BLOCK};
 use super::float_tile::FloatTile;
@@ -7,10 +7,10 @@ use super::quantize::Quantize;
 use super::weights::{WeightFormat, MAX_GROUP, ROWS};
 use crate::simd::{with_simd, Instructions, Kernel, Simd};
 
-/// The sums of a block: a tile's rows for each row of inputs.
+/// The results of a tile and a block, `[n, 16]`.
 pub(crate) type Sums = [f32; BLOCK * ROWS];
 
-/// Multiplies tiles of weights with blocks of inputs.
+/// Multiplies tiles of weights by blocks of inputs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiles {
     instructions: Instructions,
@@ -19,16 +19,16 @@ pub(crate) struct Tiles {
 }
 
 impl Tiles {
-    /// Returns the kernels of weights in `format` on a machine with these instructions.
+    /// Returns the kernels for weights in `format` on a machine with these instructions.
     pub fn of(instructions: Instructions, format: WeightFormat) -> Self {
         Self { instructions, dot: Dot::of(instructions), format }
     }
 
-    /// Returns the most rows of a block.
+    /// Returns the maximum number of rows of a block.
     pub fn most(&self) -> usize {
         match self.format.group() {
             Some(_) => self.dot.most(),
-            // Sums of twice as many vectors fill the registers.
+            // With narrower vectors, the sums of fewer rows fit the registers.
             None => BLOCK * with_simd!(self.instructions, |S| S::WIDTH) / ROWS,
         }
     }
@@ -36,29 +36,29 @@ impl Tiles {
     /// Runs a kernel.
     ///
     /// # Safety
-    /// The fields of the kernel point to what their comments say.
+    /// Pointers of the kernel must be valid as its fields document.
     pub unsafe fn enter(&self, kernel: impl Kernel) {
-        // SAFETY: the machine has the instructions; the caller's.
+        // SAFETY: the machine has the instructions, and the caller ensures the rest.
         with_simd!(self.instructions, |S| unsafe { S::enter(kernel) });
     }
 
-    /// Rounds one group of numbers to as many integers. Returns their scale, and what their products begin with: codes
-    /// of weights have no sign, so the products of the inputs and the code of zero are subtracted.
+    /// Rounds one group of numbers to integers. Returns the scale, and the initial value of the group's sums.
+    /// Codes of weights are unsigned, so this value is minus the sum of the inputs times the code of zero.
     pub fn quantize(&self, from: &[f32], codes: &mut [i8]) -> (f32, i32) {
         let (mut scale, mut sum) = (0.0, 0);
         let codes = &mut codes[..from.len()];
-        // SAFETY: references, to as many codes as numbers.
+        // SAFETY: the references are valid, and there are as many codes as numbers.
         unsafe { self.enter(Quantize { from, codes, scale: &mut scale, sum: &mut sum }) };
         let zero = if matches!(self.format, WeightFormat::Int4 { .. }) { 8 } else { 128 };
         (scale, -zero * sum)
     }
 
-    /// Writes row `i` of a block, which is rounded if weights are integers.
+    /// Writes row `i` of a block. Rounds it to integers if weights are integers.
     ///
     /// # Safety
-    /// The block has memory and row `i`, and nothing else accesses that row. It has as many columns as `row`.
+    /// The block must have memory, row `i`, and as many columns as `row`. Nothing else may access the row.
     pub unsafe fn put(&self, to: &Packed, block: Block, i: usize, row: &[f32]) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if to.group == 0 {
                 to.put_floats(block, i, 0, row);
@@ -75,7 +75,7 @@ impl Tiles {
     /// Computes the products of tile `tile` of `weights` and a block.
     ///
     /// # Safety
-    /// The rows of the block are written, and no other thread writes to them.
+    /// The rows of the block must be written, and no other thread may write to them.
     pub unsafe fn multiply(
         &self,
         weights: &[u8],
@@ -91,7 +91,7 @@ impl Tiles {
             WeightFormat::F32 | WeightFormat::Bf16 => {
                 let is_bf16 = self.format == WeightFormat::Bf16;
                 let (columns, inputs) = (inputs.columns, inputs.floats(block));
-                // SAFETY: the weights are those of a tile; the caller's.
+                // SAFETY: the weights are those of a tile, and the caller ensures the rest.
                 unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
             }
             WeightFormat::Int8 { group, scales: stored }
@@ -109,7 +109,8 @@ impl Tiles {
                     n,
                     out,
                 };
-                // SAFETY: the machine has the instructions; the block has at most `most` rows; the caller's.
+                // SAFETY: the machine has the instructions, the block has at most `most` rows, and the caller
+                // ensures the rest.
                 unsafe { tile.run(self.dot) };
             }
         }

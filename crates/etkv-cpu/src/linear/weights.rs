@@ -1,43 +1,43 @@
-//! How packed weights lie in memory.
+//! The memory layout of packed weights.
 
 use etkv_core::{fail, Result};
 use half::{bf16, f16};
 
-/// The most elements of a row, and the most rows: more than any model has, and few enough that sizes in bytes
-/// fit 64 bits.
+/// The maximum number of elements of a row, and of rows. It exceeds that of any model, and sizes in bytes fit
+/// 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 24;
 
-/// The rows of a tile of weights.
+/// The number of rows of a tile of weights.
 pub const ROWS: usize = 16;
 
-/// The largest group of weights that share a scale.
+/// The maximum size of a group of weights that share a scale.
 pub const MAX_GROUP: usize = 256;
 
-/// How weights are stored.
+/// The storage format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightFormat {
     /// IEEE binary32.
     F32,
     /// bfloat16.
     Bf16,
-    /// Integers of 8 bits; `group` weights of a row share a scale. Inputs of products are rounded to 8 bits, in
-    /// groups of the same size.
+    /// Integers of 8 bits. Each group of a row's weights has a scale. Inputs of products are rounded to 8
+    /// bits, in groups of the same size.
     Int8 {
-        /// A multiple of 32.
+        /// The size of a group, a multiple of 32.
         group: usize,
-        /// How their scales are stored.
+        /// The type of the scales.
         scales: Scales,
     },
     /// The same with integers of 4 bits.
     Int4 {
-        /// A multiple of 32.
+        /// The size of a group, a multiple of 32.
         group: usize,
-        /// How their scales are stored.
+        /// The type of the scales.
         scales: Scales,
     },
 }
 
-/// How the scales of a tile are stored, one for each row of a group.
+/// The type of the scales of a tile. Each group has a scale for each row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scales {
     /// bfloat16.
@@ -49,7 +49,7 @@ pub enum Scales {
 }
 
 impl Scales {
-    /// Returns the bytes before the codes of a group.
+    /// Returns the bytes of the scales before the codes of a group.
     pub(crate) fn size(self) -> usize {
         match self {
             Self::Bf16 | Self::F16 => 2 * ROWS,
@@ -57,7 +57,7 @@ impl Scales {
         }
     }
 
-    /// Returns the scale of row `row` of a tile, of which `group` are the bytes of a group.
+    /// Returns the scale of row `row` in a tile. `group` has the bytes of the group.
     pub(crate) fn of_row(self, group: &[u8], row: usize) -> f32 {
         let half = || [group[2 * row], group[2 * row + 1]];
         match self {
@@ -72,7 +72,7 @@ impl Scales {
 }
 
 impl WeightFormat {
-    /// Returns the size of the groups; `None` for floats.
+    /// Returns the size of the groups, or `None` for floats.
     pub fn group(self) -> Option<usize> {
         match self {
             Self::F32 | Self::Bf16 => None,
@@ -80,7 +80,7 @@ impl WeightFormat {
         }
     }
 
-    /// Returns the bytes of a tile of rows with `columns` elements.
+    /// Returns the bytes of a tile whose rows have `columns` elements.
     pub fn tile_size(self, columns: usize) -> usize {
         match self {
             Self::F32 => 4 * ROWS * columns,
@@ -100,7 +100,7 @@ impl WeightFormat {
     }
 }
 
-/// Refuses a width of rows that weights in `format` cannot have.
+/// Checks that weights in `format` can have rows of this width.
 ///
 /// # Errors
 /// [`Program`](etkv_core::Status::Program).

@@ -1,4 +1,4 @@
-//! Calls of mixtures of experts. They use no cache, so they are no part of a forward.
+//! Calls of mixtures of experts. They do not use the cache, so they are not part of a forward.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -37,8 +37,8 @@ impl ExpertsCall {
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments;
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index that is none of an expert; those of the
-    /// host.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index without an expert; the errors of
+    /// the host.
     pub fn run(
         &self,
         inputs: &[Argument],
@@ -81,7 +81,7 @@ impl ExpertsCall {
         if out.dtype != Dtype::F32 {
             fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
         }
-        // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows it. No
+        // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it. No
         // input of the call overlaps it.
         let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), given.x.len()) };
         self.workspaces.with(|workspace| route_into(experts, &given, out, workspace, parallel))

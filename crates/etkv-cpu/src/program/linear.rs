@@ -1,5 +1,5 @@
-//! Calls of products with packed weights, and of packed embeddings. They use no cache, so they are no part of a
-//! forward.
+//! Calls of products with packed weights, and of packed embeddings. They do not use the cache, so they are
+//! not part of a forward.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -44,8 +44,8 @@ impl Linears {
     /// Runs the call.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; those of the
-    /// host.
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; the
+    /// errors of the host.
     pub fn run(
         &self,
         inputs: &[Argument],
@@ -88,7 +88,7 @@ impl Linears {
             products.push(Product {
                 weights: packed(weights, format)?,
                 bias: bias.map(|bias| floats(bias, "bias")).transpose()?,
-                // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows
+                // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows
                 // it. No input of the call overlaps it.
                 out: unsafe { std::slice::from_raw_parts_mut(out.start.cast(), n_tokens * rows) },
             });
@@ -125,9 +125,9 @@ impl Embeddings {
     /// Runs the call.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id that is none of a row;
-    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; those of the
-    /// host.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id without a row;
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; the
+    /// errors of the host.
     pub fn run(
         &self,
         inputs: &[Argument],
@@ -148,7 +148,7 @@ impl Embeddings {
             fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
         }
         let n = ids.bytes().len() / 8 * width;
-        // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows it. No
+        // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it. No
         // input of the call overlaps it.
         let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), n) };
         embed_into(&self.embedding, ids.bytes(), packed(weights, format)?, out, parallel)

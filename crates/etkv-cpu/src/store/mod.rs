@@ -32,23 +32,22 @@ pub use sharing::FrozenLayers;
 /// The storage of a cache in plain memory. It computes eagerly.
 #[derive(Default)]
 pub struct CpuStore {
-    /// Keys and values of each layer.
+    /// The keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
     /// The sizes of each layer.
     sizes: Vec<StoreLayer>,
-    /// For each watched write of the open step, whether its values are finite as stored.
+    /// For each watched write of the open step, whether all stored values are finite.
     finite: Vec<bool>,
     /// Room for one row of any layer.
     row: Vec<f32>,
 }
 
-/// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
-/// values.
+/// Copies of the rows that a step overwrites, which an abort restores: layer, slots, keys and values.
 pub struct SavedRows(Vec<(usize, Slots, [Rows; 2])>);
 
 impl CpuStore {
-    /// Returns the buffers that replace those of another format, in order. Then the other buffers also have
-    /// the requested slots, and keep their rows.
+    /// Creates empty buffers to replace those of another format, and returns them in order. Grows the other
+    /// buffers to the requested slots; they keep their rows.
     fn cleared(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<Vec<Option<Buffer>>> {
         let mut all = Vec::new();
         let layers = self.layers.iter_mut().zip(&self.sizes);
@@ -128,7 +127,7 @@ impl Store for CpuStore {
         watch: bool,
     ) -> Result<()> {
         let [keys, values] = &mut self.layers[layer];
-        // Without values of their own, they are in the keys.
+        // Without `v`, the values are in the keys.
         let mut finite = keys.write(slots, k, watch && v.is_none(), &mut self.row)?;
         if let Some(v) = v {
             finite = values.write(slots, v, watch, &mut self.row)?;
@@ -169,8 +168,8 @@ impl Store for CpuStore {
         self.finite.clear();
     }
 
-    /// Rows that the step wrote to empty slots may stay: no step reads them before another writes them,
-    /// unless they are among the `blank` ones.
+    /// Rows that the step wrote to empty slots may stay, since no step reads these slots before they are
+    /// written again. The exception is the slots in `blank`.
     fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
         self.end();
         for (layer, slots) in blank {

@@ -1,4 +1,4 @@
-//! Experts against plain loops in float64, over generated sizes, formats, routings and thread counts.
+//! Experts of random sizes, formats, routings and thread counts, compared with simple loops in float64.
 
 mod activations;
 mod reference;
@@ -29,7 +29,7 @@ pub(super) fn swiglu() -> Activation {
     }
 }
 
-/// Returns the outputs of a layer for tokens of which each has `k` experts.
+/// Returns the outputs of a layer for tokens with `k` experts each.
 fn run(layer: &Layer, x: &[f32], chosen: &[i64], factors: &[f32]) -> Vec<f32> {
     run_with(Instructions::best(), layer, x, chosen, factors, 2)
 }
@@ -52,7 +52,7 @@ fn run_with(
     out
 }
 
-/// Returns the largest error of an output, as a part of the outputs' size.
+/// Returns the largest error of an output, relative to the size of the outputs.
 fn error(found: &[f32], expected: &[f64]) -> f64 {
     let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
     let errors = found.iter().zip(expected).map(|(found, x)| (f64::from(*found) - x).abs());
@@ -86,7 +86,7 @@ fn outputs_are_those_of_plain_loops() {
             },
         };
         let layer = Layer::new(experts, numbers.below(2) == 0, &mut numbers);
-        // Few experts get most of the tokens of some steps, and a token an expert several times.
+        // In some steps, few experts get most of the tokens, and a token may have an expert several times.
         let (n_tokens, k) = (1 + numbers.below(40), 1 + numbers.below(4));
         let most = 1 + numbers.below(experts.n_experts);
         let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(most) as i64).collect();
@@ -95,7 +95,7 @@ fn outputs_are_those_of_plain_loops() {
         let expected = layer.outputs(&x, k, &chosen, &factors);
         for instructions in Instructions::available() {
             let found = run_with(instructions, &layer, &x, &chosen, &factors, 1 + case % 3);
-            // A number in 8 bits may be rounded the other way.
+            // A tie in 8 bits may be rounded in the other direction.
             let floats = weights.iter().all(|format| format.group().is_none());
             let most = if floats { 2e-5 } else { 0.05 };
             let error = error(&found, &expected);

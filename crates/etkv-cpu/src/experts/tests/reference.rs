@@ -1,4 +1,4 @@
-//! A layer of experts with generated weights, and its outputs in plain loops.
+//! A layer of experts with random weights, and its outputs in simple loops.
 
 use crate::experts::activation::{Activation, Function};
 use crate::experts::run::Inputs;
@@ -100,8 +100,8 @@ pub fn function(activation: &Activation, x: f64) -> f64 {
     }
 }
 
-/// Returns the complementary error function, from the series of the error function near zero and a continued
-/// fraction elsewhere.
+/// Returns the complementary error function: from the series of the error function near zero, and from a
+/// continued fraction elsewhere.
 fn erfc(x: f64) -> f64 {
     if x < 0.0 {
         return 2.0 - erfc(-x);

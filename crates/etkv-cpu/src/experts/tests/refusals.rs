@@ -1,4 +1,4 @@
-//! Calls that are refused. The output stays as it is.
+//! Calls that are refused, which do not change the output.
 
 use etkv_core::Status;
 

@@ -1,4 +1,4 @@
-//! AVX2: eight rows at a time.
+//! The kernel for AVX2, which multiplies eight rows at a time.
 
 use std::arch::x86_64::*;
 
@@ -6,14 +6,14 @@ use super::IntegerTile;
 use crate::linear::weights::{Scales, ROWS};
 use crate::simd::{Avx2, Simd};
 
-/// The rows of a vector.
+/// The number of rows of a vector.
 const HALF: usize = ROWS / 2;
 
 /// # Safety
-/// As [`IntegerTile::run`].
+/// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
     for half in 0..2 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match tile.n {
                 1 => multiply::<IS_INT4, 1>(tile, half),
@@ -31,7 +31,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
     let mut weights = tile.weights;
     let mut inputs = tile.inputs.cast::<i32>();
     let (mut scales, mut starts) = (tile.scales, tile.starts);
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         for _ in 0..tile.n_groups {
             let of_half = weights.add(half * tile.stored.size() / 2);
@@ -55,7 +55,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
             }
             weights = codes.sub(half * 4 * HALF);
             for (i, sum) in sums.iter_mut().enumerate() {
-                // Codes of 8 bits got their sign.
+                // Codes of 8 bits are converted to signed numbers, so nothing must be subtracted.
                 let start = if IS_INT4 { *starts.add(i) } else { 0 };
                 let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(start));
                 let scale = _mm256_mul_ps(of_weights, _mm256_set1_ps(*scales.add(i)));
@@ -70,14 +70,14 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
     }
 }
 
-/// Adds the products of 32 columns. Sums of eight products of two fit 16 bits: 8 * 2 * 15 * 127 is 30,480.
+/// Adds the products of 32 columns. Eight sums of two products fit 16 bits: 8 * 2 * 15 * 127 is 30,480.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
     let low_bits = _mm256_set1_epi8(15);
     let mut short = [_mm256_setzero_si256(); N];
     for eight in 0..4 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let both = _mm256_loadu_si256(codes.add(eight * 4 * ROWS).cast());
             let first = _mm256_and_si256(both, low_bits);
@@ -95,14 +95,14 @@ unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, in
     }
 }
 
-/// Adds the products of 32 columns. The sign of a weight goes to its input, so that two products fit 16 bits: 2 *
-/// 128 * 127 is 32,512.
+/// Adds the products of 32 columns. The sign of a weight is moved to its input, so that the sum of two
+/// products fits 16 bits: 2 * 128 * 127 is 32,512.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add_int8<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
     let sign_bits = _mm256_set1_epi8(-128);
     for quad in 0..8 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let weights = _mm256_loadu_si256(codes.add(quad * 4 * ROWS).cast());
             let weights = _mm256_xor_si256(weights, sign_bits);

@@ -1,4 +1,4 @@
-//! AVX-512 with VNNI: a product of four bytes each and their sum is one instruction.
+//! The kernel for AVX-512 with VNNI, where one instruction computes the products of four bytes and their sum.
 
 use std::arch::x86_64::*;
 
@@ -6,18 +6,18 @@ use super::IntegerTile;
 use crate::linear::weights::{Scales, ROWS};
 use crate::simd::{Avx512, Simd};
 
-/// The bytes between the weights that are multiplied and those that are fetched.
+/// The distance in bytes at which weights are prefetched.
 const AHEAD: usize = 4096;
 
 const LINE: usize = 64;
 
-/// The rows of inputs up to which weights are fetched ahead.
+/// The maximum number of input rows with which weights are prefetched.
 const FEW: usize = 4;
 
 /// # Safety
-/// As [`IntegerTile::run`].
+/// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         match tile.n {
             1 => multiply::<IS_INT4, 1>(tile),
@@ -43,7 +43,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
     let mut weights = tile.weights;
     let mut inputs = tile.inputs.cast::<i32>();
     let (mut scales, mut starts) = (tile.scales, tile.starts);
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         for _ in 0..tile.n_groups {
             let of_weights = match tile.stored {
@@ -58,7 +58,8 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
             }
             for _ in 0..tile.group / 8 {
                 if N <= FEW {
-                    // Weights of few rows are read at the speed of the memory. Those of the next tile follow.
+                    // With few input rows, memory limits the speed. The weights of the next tile follow in
+                    // memory.
                     _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD).cast());
                     if !IS_INT4 {
                         _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD + LINE).cast());

@@ -1,7 +1,7 @@
-//! A tile of weights in 8 or 4 bits, times a block of rows of inputs in 8 bits.
+//! Products of a tile of weights in 8 or 4 bits and a block of input rows in 8 bits.
 //!
-//! The products of a group are summed in 32-bit integers, without rounding. A group's sum times its two scales
-//! is added in float32, in the order of the groups.
+//! The products of a group are summed in 32-bit integers, without rounding. The sum is multiplied by the
+//! scales of weights and inputs, and added in float32, in the order of groups.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -14,7 +14,7 @@ mod portable;
 use super::weights::Scales;
 use crate::simd::Instructions;
 
-/// The instructions of a product of integers.
+/// The instructions of a kernel for products of integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dot {
     #[cfg(target_arch = "x86_64")]
@@ -27,7 +27,7 @@ pub(crate) enum Dot {
 }
 
 impl Dot {
-    /// Returns the best ones of a machine with these instructions.
+    /// Returns the best kernel for a machine with these instructions.
     pub fn of(instructions: Instructions) -> Self {
         match instructions {
             #[cfg(target_arch = "x86_64")]
@@ -40,7 +40,7 @@ impl Dot {
         }
     }
 
-    /// Returns the most rows of a block.
+    /// Returns the maximum number of rows of a block.
     pub fn most(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -50,36 +50,36 @@ impl Dot {
     }
 }
 
-/// The products of a tile's rows and the rows of a block, `[n, 16]`.
+/// Multiplies the 16 rows of a tile by the `n` rows of a block. The result is `[n, 16]`.
 pub(crate) struct IntegerTile {
-    /// For each group the scales of its rows, and its codes.
+    /// For each group: the scales of its rows, followed by its codes.
     pub weights: *const u8,
-    /// Whether weights have 4 bits, or 8.
+    /// Whether weights have 4 bits instead of 8.
     pub is_int4: bool,
-    /// How the scales of weights are stored.
+    /// The type of the weights' scales.
     pub stored: Scales,
     pub n_groups: usize,
     /// The columns of a group, a multiple of 32.
     pub group: usize,
-    /// `[columns / 4, n, 4]`, from -127 to 127.
+    /// `[columns / 4, n, 4]`, with values from -127 to 127.
     pub inputs: *const i8,
     /// `[groups, n]`.
     pub scales: *const f32,
-    /// `[groups, n]`, what the products of a group begin with: codes of weights have no sign, so this is minus the sum
-    /// of the inputs times the code of zero.
+    /// `[groups, n]`: the initial values of a group's sums. Codes of weights are unsigned, so this is minus
+    /// the sum of the inputs times the code of zero.
     pub starts: *const i32,
     pub n: usize,
     pub out: *mut f32,
 }
 
 impl IntegerTile {
-    /// Computes the products.
+    /// Runs the kernel.
     ///
     /// # Safety
-    /// The machine has the instructions, the pointers have what the comments say, and `n` is at most
-    /// [`Dot::most`].
+    /// The machine must have the instructions, pointers must be valid as the fields document, and `n` must be
+    /// at most [`Dot::most`].
     pub unsafe fn run(&self, dot: Dot) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match (dot, self.is_int4) {
                 #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! NEON: four rows at a time.
+//! The kernel for NEON, which multiplies four rows at a time.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -6,14 +6,14 @@ use std::arch::asm;
 use super::IntegerTile;
 use crate::linear::weights::{Scales, ROWS};
 
-/// The rows of a vector.
+/// The number of rows of a vector.
 const QUARTER: usize = ROWS / 4;
 
 /// # Safety
-/// As [`IntegerTile::run`].
+/// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
     for quarter in 0..4 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match tile.n {
                 1 => multiply::<IS_INT4, 1>(tile, quarter),
@@ -27,7 +27,7 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
 
 #[target_feature(enable = "neon")]
 unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quarter: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut sums = [vdupq_n_f32(0.0); N];
         let mut weights = tile.weights;
@@ -79,12 +79,12 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
     }
 }
 
-/// Returns the numbers of four float16 numbers. The instruction is part of NEON; its types are not in stable Rust.
+/// Converts four float16 numbers. This is assembly because stable Rust lacks the float16 types of NEON.
 #[inline]
 #[target_feature(enable = "neon")]
 fn wide(halves: uint16x4_t) -> float32x4_t {
     let wide: float32x4_t;
-    // SAFETY: the instruction reads and writes these registers alone.
+    // SAFETY: the instruction only reads and writes these registers.
     unsafe {
         asm!(
             "fcvtl {wide:v}.4s, {halves:v}.4h",
@@ -96,7 +96,7 @@ fn wide(halves: uint16x4_t) -> float32x4_t {
     wide
 }
 
-/// Returns the products of four bytes each, summed.
+/// Returns four sums, each of four products of bytes.
 #[inline]
 #[target_feature(enable = "neon")]
 fn dot4(a: int8x16_t, b: int8x16_t) -> int32x4_t {

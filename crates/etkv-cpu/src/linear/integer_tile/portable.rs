@@ -1,11 +1,11 @@
-//! Any machine.
+//! The kernel for any machine.
 
 use super::IntegerTile;
 use crate::linear::blocks::QUAD;
 use crate::linear::weights::ROWS;
 
 /// # Safety
-/// As [`IntegerTile::run`].
+/// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run(tile: &IntegerTile) {
     let n = tile.n;
     let (start, code_bytes) =
@@ -13,7 +13,7 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
     for i in 0..n {
         let mut sums = [0.0f32; ROWS];
         for group in 0..tile.n_groups {
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 let at = tile.weights.add(group * (start + code_bytes));
                 let of_group = std::slice::from_raw_parts(at, start + code_bytes);
@@ -42,7 +42,7 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
                 }
             }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract.
         unsafe { tile.out.add(i * ROWS).cast::<[f32; ROWS]>().write_unaligned(sums) };
     }
 }

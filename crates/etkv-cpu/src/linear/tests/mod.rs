@@ -1,4 +1,4 @@
-//! Products and embeddings against plain loops in float64, over generated sizes, formats and thread counts.
+//! Products and embeddings of random sizes, formats and thread counts, compared with simple loops in float64.
 
 pub(crate) mod reference;
 mod refusals;
@@ -57,7 +57,7 @@ impl Call {
         out
     }
 
-    /// Returns the outputs, and the sizes of the terms that they are sums of.
+    /// Returns each output and the sum of the magnitudes of its terms.
     fn expected(&self, x: &[f32]) -> Vec<Vec<[f64; 2]>> {
         let Linear { columns, format, ref rows } = self.linear;
         let inputs: Vec<Vec<f64>> = x
@@ -100,7 +100,7 @@ fn outputs_are_those_of_plain_loops() {
             for (found, expected) in found.iter().zip(&expected) {
                 assert_eq!(found.len(), expected.len());
                 for (&found, [value, size]) in found.iter().zip(expected) {
-                    // A number in 8 bits may be rounded the other way.
+                    // A tie in 8 bits may be rounded in the other direction.
                     let most = if format.group().is_some() { 5e-3 } else { 2e-6 };
                     let error = (f64::from(found) - value).abs();
                     let what = format!("case {case}, {instructions:?}, {format:?}");

@@ -1,10 +1,10 @@
-//! Generated weights, and products in plain loops.
+//! Random weights, and products in simple loops.
 
 use half::{bf16, f16};
 
 use crate::linear::weights::{Scales, WeightFormat, ROWS};
 
-/// Random numbers.
+/// A pseudorandom number generator.
 pub struct Numbers(pub u64);
 
 impl Numbers {
@@ -31,7 +31,8 @@ impl Numbers {
     }
 }
 
-/// The weights of some matrices: packed, and as numbers `[matrices, rows, columns]` in the packed order of rows.
+/// The weights of some matrices: packed, and as numbers `[matrices, rows, columns]`, with rows in the packed
+/// order.
 pub struct Weights {
     memory: Vec<u64>,
     size: usize,
@@ -86,7 +87,7 @@ impl Weights {
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.size) }
     }
 
-    /// Returns the rows of a matrix, in whole tiles.
+    /// Returns the number of rows of a matrix, rounded up to whole tiles.
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -96,7 +97,7 @@ impl Weights {
     }
 }
 
-/// Appends a tile of random codes, and notes their values.
+/// Appends a tile of random codes, and records their values.
 fn pack(
     tile: &mut [f32],
     columns: usize,

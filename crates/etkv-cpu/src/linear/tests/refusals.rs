@@ -1,4 +1,4 @@
-//! Wrong sizes and ids. Nothing is written then.
+//! Calls with wrong sizes and ids, which write nothing.
 
 use etkv_core::{Result, Status};
 

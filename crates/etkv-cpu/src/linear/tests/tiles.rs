@@ -1,4 +1,4 @@
-//! Tiles and rounding alone.
+//! The kernels of tiles, and rounding.
 
 use super::reference::{rounded, Numbers, Weights};
 use super::FORMATS;
@@ -9,7 +9,7 @@ use crate::linear::quantize::Quantize;
 use crate::linear::weights::{Scales, WeightFormat, ROWS};
 use crate::simd::{with_simd, Instructions, Simd};
 
-/// Products are exact but for the rounding of float32, also with the largest codes and inputs.
+/// Products are exact except for float32 rounding, even with the largest codes and inputs.
 #[test]
 fn products_of_a_tile() {
     let mut numbers = Numbers(5);
@@ -60,7 +60,7 @@ fn products_of_a_tile() {
                         .chunks_exact(group)
                         .map(|codes| -zero * codes.iter().map(|&code| i32::from(code)).sum::<i32>())
                         .collect();
-                    // SAFETY: as above.
+                    // SAFETY: the same as above.
                     unsafe { packed.put_integers(block, i, 0, &codes, &scale, &start) };
                     let value =
                         |(at, &code): (usize, &i8)| f64::from(scale[at / group]) * f64::from(code);
@@ -127,7 +127,7 @@ fn numbers_in_8_bits() {
             let most = wide.iter().fold(0.0f64, |most, x| most.max(x.abs()));
             for (code, expected) in codes.iter().zip(rounded(&wide, format)) {
                 let found = f64::from(scale) * f64::from(*code);
-                // Ties may go either way, and tiny numbers count as zeros.
+                // Ties may be rounded in either direction, and tiny numbers become zeros.
                 let step = if most < 1e-30 { most } else { most / 127.0 * 1.001 };
                 assert!((found - expected).abs() <= step, "{size}: {found} {expected}");
             }
