@@ -235,7 +235,7 @@ def speed_up_exports() -> None:
     """Speed up the exports of this process without changing the programs."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from tests.upstream_ops import fast_exports  # With torch, which takes seconds.
+    from tests.upstream_ops import fast_exports  # Imports torch, which takes seconds.
 
     fast_exports.prepare()
 

@@ -1,4 +1,4 @@
-"""``etkv::routed_experts`` in plain PyTorch, and the weights that it takes."""
+"""``etkv::routed_experts`` in plain PyTorch, and the packed weights of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES = {
     # Interleaved rows, transposed matrices, biases and limits.
     "gpt_oss": {},
     "aria_text": {},
-    # A number of elements that is not a multiple of 16.
+    # The width of experts is not a multiple of 16.
     "olmoe": {"intermediate_size": 40},
     "mixtral": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -52,7 +52,9 @@ def _mixture(family: str):
 
 
 def _compute(module, implementation: str) -> torch.Tensor:
-    """Return the outputs for tokens of which some choose an expert twice, and some none of the others' experts."""
+    """Return the outputs for tokens. Some choose an expert twice, and some choose experts that no other token
+    chooses.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(20, module.config.hidden_size, generator=generator)
     chosen = torch.randint(0, 3, (20, 2), generator=generator)
@@ -70,12 +72,13 @@ def test_weights_come_back(fmt):
     plain = fmt.unpack(packed)
     assert plain.shape == (48, 256)
     assert not plain[40:].any()
-    # Packing weights that are packed already changes nothing.
+    # Packing the unpacked weights again gives the same packed weights.
     assert torch.equal(fmt.pack(plain[:40]), packed)
     if fmt.name == "float32":
         assert torch.equal(plain[:40], matrix)
     elif fmt.group_size:
-        # Half a step, and the scale is rounded to 8 bits. The largest code has one step more on one side.
+        # The error is at most half a step, plus the rounding of the scale to 8 bits. At the end of the range that lacks
+        # a code, it is up to a whole step.
         step = matrix.unflatten(1, (-1, fmt.group_size)).abs().amax(dim=2, keepdim=True) / fmt.offset
         errors = (plain[:40] - matrix).unflatten(1, (-1, fmt.group_size)).abs()
         assert bool((errors <= 1.01 * step + fmt.offset * step / 256).all())

@@ -114,7 +114,7 @@ def test_layers_with_chunks():
     [
         ({"position_bias": torch.zeros(1)}, "its attention has a bias by position, which the KV cache op lacks"),
         ({"block_indices": torch.zeros(1)}, "its attention has a selection of blocks, which the KV cache op lacks"),
-        ({"temperature": 2.0}, "its attention takes 'temperature', which the KV cache op lacks"),
+        ({"temperature": 2.0}, "its attention has the argument 'temperature', which the KV cache op lacks"),
         ({"dropout": 0.1}, "its attention has dropout, which is for training"),
         ({"is_causal": False}, "its tokens attend to later tokens, but the KV cache op is causal"),
     ],
@@ -232,7 +232,7 @@ def test_without_the_library_no_program_is_checked(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_kv_shared_layers": 0}, r"have embeddings of their own in one weight \(hidden_size_per_layer_input 16\)"),
+        ({"num_kv_shared_layers": 0}, r"have embeddings for each layer in one weight \(hidden_size_per_layer_"),
         (
             {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
             r"share keys and values \(num_kv_shared_layers 2",

@@ -338,7 +338,7 @@ def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None
             continue
         if name in _LACKED:
             raise ValueError(f"its attention has {_LACKED[name]}, which the KV cache op lacks")
-        raise ValueError(f"its attention takes {name!r}, which the KV cache op lacks")
+        raise ValueError(f"its attention has the argument {name!r}, which the KV cache op lacks")
     if arguments.get("dropout"):
         raise ValueError("its attention has dropout, which is for training")
 

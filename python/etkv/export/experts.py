@@ -66,7 +66,7 @@ def register() -> None:
 
 
 def _is_mixture(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` holds experts whose computation transformers allows to replace."""
+    """Return whether ``module`` holds experts with transformers' interface for replacing their computation."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 

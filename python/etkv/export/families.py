@@ -43,8 +43,8 @@ def table() -> str:
     lines = [f"{name:{widths[0]}}  {backends:{widths[1]}}  {parts}".rstrip() for name, backends, parts in rows]
     version = contents["transformers"]
     head = [
-        f"Families of transformers {version} whose programs, in tiny forms, have its logits. Others of the same parts",
-        "export too; what an export does not know, it refuses.",
+        f"Families of transformers {version} for which programs of tiny models return the same logits. Other families",
+        "with the same parts can be exported too. The exporter refuses parts that it does not support.",
         "",
     ]
     return "\n".join([*head, *lines])

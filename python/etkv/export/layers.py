@@ -18,7 +18,7 @@ _ONE_A_LAYER = (
 """Entries of a configuration that are lists with an element for each layer."""
 
 _ATTENDING = "attn_layer_indices"
-"""An entry that lists the indices of the layers that attend."""
+"""An entry with the indices of the attention layers."""
 
 
 def keep_first(config: PreTrainedConfig, count: int | None) -> range:
@@ -56,7 +56,7 @@ def _check_apart(option: str, count: int, config: PreTrainedConfig) -> None:
     if count == text_config.num_hidden_layers:
         return
     what = {
-        "hidden_size_per_layer_input": "have embeddings of their own in one weight",
+        "hidden_size_per_layer_input": "have embeddings for each layer in one weight",
         "num_kv_shared_layers": "share keys and values",
     }
     for name, shared in what.items():

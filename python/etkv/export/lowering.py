@@ -46,8 +46,8 @@ def constant_methods(
 
     ExecuTorch's MLX exporter also writes the first six. ExecuTorch's own LLM runner reads ``get_bos_id`` and
     ``get_eos_ids``. ``get_logits_rows`` is 0 for one row of logits for each token, and 1 for only the last token's row.
-    ``get_tap_layers`` is present if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four,
-    with a version.
+    ``get_tap_layers`` is present if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four
+    methods, with a version.
     """
     import torch
 

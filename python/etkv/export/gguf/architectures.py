@@ -70,7 +70,7 @@ def _check_neutral(keys: Keys) -> None:
     for name, values in _NEUTRAL.items():
         if not keys.was_read(name):
             keys.only(name, *values, reason="which transformers' model of this architecture does not apply")
-    keys.only("attention.causal", True, reason="and the KV cache is for causal attention")
+    keys.only("attention.causal", True, reason="but the KV cache is for causal attention")
 
 
 READERS: dict[str, Reader] = {**dense.READERS, **hybrids.READERS, **latent.READERS, **mixtures.READERS}

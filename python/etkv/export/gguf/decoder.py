@@ -37,11 +37,11 @@ class Decoder:
         stored = self._stored_head_dim()
         self.head_dim = keys.positive("attention.key_length", stored)
         if self._query in keys.file.tensors:
-            keys.only("attention.key_length", stored, reason=f"and its queries have heads of {stored} numbers")
+            keys.only("attention.key_length", stored, reason=f"but its queries have heads of {stored} elements")
         keys.only(
             "attention.value_length",
             self.head_dim,
-            reason=f"and {keys.key('attention.key_length')} is {self.head_dim}; both must be equal",
+            reason=f"but {keys.key('attention.key_length')} is {self.head_dim}; both must be equal",
         )
 
     def _stored_head_dim(self) -> int:
@@ -93,12 +93,12 @@ class Decoder:
         """
         if self.head_dim * self.heads != self.hidden:
             name = "attention.key_length" if self.keys.has("attention.key_length") else "attention.head_count"
-            raise self.keys.refuse(name, f"and in this architecture heads times head size is the width, {self.hidden}")
+            raise self.keys.refuse(name, f"but in this architecture heads times head size is the width, {self.hidden}")
 
     def usual_scale(self) -> None:
         """Raise :class:`EtkvError` unless attention is scaled by one over the root of the head size."""
         usual = 1.0 / math.sqrt(self.head_dim)
-        self.keys.only("attention.scale", 0.0, usual, reason=f"and this architecture scales by {usual:.6g}")
+        self.keys.only("attention.scale", 0.0, usual, reason=f"but this architecture scales by {usual:.6g}")
 
     def has_bias(self, name: str) -> bool:
         """Return whether the first layer has a bias ``name``, such as ``attn_q``."""
@@ -120,7 +120,7 @@ class Decoder:
         if isinstance(pattern, int):
             pattern = [pattern != 0 and (layer + 1) % pattern != 0 for layer in range(self.layers)]
         if len(pattern) != self.layers:
-            raise self.keys.refuse("attention.sliding_window_pattern", f"and the model has {self.layers} layers")
+            raise self.keys.refuse("attention.sliding_window_pattern", f"but the model has {self.layers} layers")
         kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]
         return {"sliding_window": window or None, "layer_types": kinds}
 
@@ -141,7 +141,7 @@ class Decoder:
         """
         keys = self.keys
         if gating != 2:
-            raise keys.refuse("expert_gating_func", "and this architecture's router is a sigmoid (2)")
+            raise keys.refuse("expert_gating_func", "but this architecture's router is a sigmoid (2)")
         return grouped_experts(keys)
 
     def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
@@ -151,15 +151,15 @@ class Decoder:
         family supports no other value. Otherwise the settings have ``norm_topk_prob``.
         """
         keys = self.keys
-        keys.only("expert_gating_func", 0, 1, reason="and this architecture's router is a softmax (1)")
-        keys.only("expert_weights_scale", 0.0, 1.0, reason="and this architecture does not scale its experts' weights")
-        keys.only("expert_group_count", 0, 1, reason="and this architecture has no groups of experts")
-        keys.only("expert_group_used_count", 0, 1, reason="and this architecture has no groups of experts")
+        keys.only("expert_gating_func", 0, 1, reason="but this architecture's router is a softmax (1)")
+        keys.only("expert_weights_scale", 0.0, 1.0, reason="but this architecture does not scale its experts' weights")
+        keys.only("expert_group_count", 0, 1, reason="but this architecture has no groups of experts")
+        keys.only("expert_group_used_count", 0, 1, reason="but this architecture has no groups of experts")
         if fixed:
-            keys.only("expert_weights_norm", normalized, reason=f"and this architecture takes {normalized}")
+            keys.only("expert_weights_norm", normalized, reason=f"but this architecture has {normalized}")
         count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
         if used > count:
-            raise keys.refuse("expert_used_count", f"and there are {count} experts")
+            raise keys.refuse("expert_used_count", f"but there are {count} experts")
         rule = {} if fixed else {"norm_topk_prob": keys.flag("expert_weights_norm", normalized)}
         return {"num_experts": count, "num_experts_per_tok": used} | rule
 
@@ -169,10 +169,10 @@ def embedding(keys: Keys) -> tuple[int, int]:
     tensor = keys.file.tensors.get("token_embd.weight")
     if tensor is None:
         raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")
-    keys.only("vocab_size", tensor.shape[0], reason=f"and its embedding has {tensor.shape[0]} rows")
+    keys.only("vocab_size", tensor.shape[0], reason=f"but its embedding has {tensor.shape[0]} rows")
     width = tensor.shape[-1]
     hidden = keys.positive("embedding_length")
-    keys.only("embedding_length", width, reason=f"and its embedding has rows of {width} numbers")
+    keys.only("embedding_length", width, reason=f"but its embedding has rows of {width} elements")
     return tensor.shape[0], hidden
 
 
@@ -180,7 +180,7 @@ def layers(keys: Keys) -> int:
     """Return the number of layers, without the blocks after them that predict further tokens."""
     blocks, others = keys.positive("block_count"), keys.integer("nextn_predict_layers", 0)
     if others >= blocks:
-        raise keys.refuse("nextn_predict_layers", f"and the file has {blocks} blocks")
+        raise keys.refuse("nextn_predict_layers", f"but the file has {blocks} blocks")
     return blocks - others
 
 
@@ -188,9 +188,9 @@ def grouped_experts(keys: Keys) -> Settings:
     """Return the settings of experts, by the names of DeepSeek's families, for any function of the router."""
     count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
     if used > count:
-        raise keys.refuse("expert_used_count", f"and there are {count} experts")
+        raise keys.refuse("expert_used_count", f"but there are {count} experts")
     width, shared = keys.positive("expert_feed_forward_length"), keys.integer("expert_shared_count", 0)
-    reason = f"and there are {shared} shared experts of {width}"
+    reason = f"but there are {shared} shared experts of width {width}"
     keys.only("expert_shared_feed_forward_length", shared * width, reason=reason)
     return {
         "n_routed_experts": count,

@@ -14,7 +14,7 @@ def _llama(keys: Keys) -> tuple[str, Settings]:
     window = keys.integer("attention.sliding_window", 0)
     if keys.integer("expert_count", 0):
         experts = decoder.experts(normalized=True)
-        keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
+        keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
         settings["num_local_experts"] = experts["num_experts"]
         settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
         return "mixtral", settings | {"sliding_window": window or None}
@@ -48,7 +48,7 @@ def _gemma_scale(decoder: Decoder, layers_of_27b: int) -> Settings:
     usual = decoder.hidden // decoder.heads if decoder.layers == layers_of_27b else decoder.head_dim
     scale = keys.real("attention.scale", 0.0) or usual**-0.5
     scalar = round(scale**-2) if scale > 0 else 0
-    keys.only("attention.scale", 0.0, (scalar or usual) ** -0.5, reason="which is not 1 / the root of a whole number")
+    keys.only("attention.scale", 0.0, (scalar or usual) ** -0.5, reason="which is not 1 / the root of an integer")
     return {"query_pre_attn_scalar": scalar}
 
 
@@ -86,7 +86,7 @@ def _phi3(keys: Keys) -> tuple[str, Settings]:
     rotary = settings["rope_parameters"]
     if rotary["rope_type"] not in ("default", "longrope"):
         name = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
-        raise keys.refuse(name, f"and transformers' Phi-3 has no rotary embedding of type {rotary['rope_type']!r}")
+        raise keys.refuse(name, f"but transformers' Phi-3 has no rotary embedding of type {rotary['rope_type']!r}")
     original = rotary.get("original_max_position_embeddings", decoder.context)
     settings["original_max_position_embeddings"] = original
     return "phi3", settings | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
@@ -122,7 +122,7 @@ def _gpt2(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.common
     del settings["num_key_value_heads"]
-    keys.only("attention.head_count_kv", decoder.heads, reason="and this architecture has as many heads of keys")
+    keys.only("attention.head_count_kv", decoder.heads, reason="but this architecture has as many heads of keys")
     settings["n_inner"] = settings.pop("intermediate_size")
     return "gpt2", settings | {"layer_norm_epsilon": decoder.layer_norm()}
 
@@ -133,7 +133,7 @@ def _gptneox(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.common
     del settings["num_key_value_heads"]
-    keys.only("attention.head_count_kv", decoder.heads, reason="and this architecture has as many heads of keys")
+    keys.only("attention.head_count_kv", decoder.heads, reason="but this architecture has as many heads of keys")
     settings |= {
         "layer_norm_eps": decoder.layer_norm(),
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
@@ -171,7 +171,7 @@ def _olmo2(keys: Keys) -> tuple[str, Settings]:
     if not keys.has("attention.sliding_window"):
         return "olmo2", settings
     if settings["rope_parameters"]["rope_type"] != "default":
-        raise keys.refuse("attention.sliding_window", "and scaled rotary embeddings; the exporter takes one of them")
+        raise keys.refuse("attention.sliding_window", "and scaled rotary embeddings; the exporter supports one of both")
     return "olmo3", settings | decoder.window(4)
 
 
@@ -179,7 +179,7 @@ def _olmo(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_head_dim()
     decoder.usual_scale()
-    keys.only("attention.layer_norm_epsilon", 1e-5, reason="and this architecture's norms add 1e-05")
+    keys.only("attention.layer_norm_epsilon", 1e-5, reason="but this architecture's norms add 1e-05")
     settings = decoder.common | {"attention_bias": decoder.biases()["attention_bias"]}
     settings["clip_qkv"] = keys.real("attention.clamp_kqv", 0.0) or None
     return "olmo", settings | {"rope_parameters": rope.read(keys, decoder.head_dim)}
@@ -218,7 +218,7 @@ def _mistral3(keys: Keys) -> tuple[str, Settings]:
     # Queries are scaled by the logarithm of their position divided by the original context length.
     rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
     length = rotary.setdefault("original_max_position_embeddings", decoder.context)
-    keys.only("attention.temperature_length", length, reason=f"and this architecture counts in lengths of {length}")
+    keys.only("attention.temperature_length", length, reason=f"but this architecture counts in lengths of {length}")
     return "ministral3", settings
 
 
@@ -273,7 +273,7 @@ def _starcoder(keys: Keys) -> tuple[str, Settings]:
     settings = decoder.common
     kv_heads = settings.pop("num_key_value_heads")
     if kv_heads not in (1, decoder.heads):
-        raise keys.refuse("attention.head_count_kv", f"and this architecture has 1 or {decoder.heads}")
+        raise keys.refuse("attention.head_count_kv", f"but this architecture has 1 or {decoder.heads}")
     settings["n_inner"] = settings.pop("intermediate_size")
     settings |= {"layer_norm_epsilon": decoder.layer_norm(), "multi_query": kv_heads == 1}
     return "gpt_bigcode", settings

@@ -26,14 +26,14 @@ def _mamba_sizes(keys: Keys) -> dict[str, int]:
 def _expand(keys: Keys, sizes: dict[str, int], hidden: int) -> int:
     """Return the width of states divided by the width of layers. Raises :class:`EtkvError` unless it is an integer."""
     if sizes["inner"] % hidden:
-        raise keys.refuse("ssm.inner_size", f"which is no multiple of the width of {hidden} numbers")
+        raise keys.refuse("ssm.inner_size", f"which is not a multiple of the width, {hidden}")
     return sizes["inner"] // hidden
 
 
 def _mamba2(keys: Keys) -> tuple[str, Settings]:
     sizes, (vocab_size, hidden) = _mamba_sizes(keys), embedding(keys)
     for name in ("attention.head_count", "feed_forward_length"):
-        keys.only(name, 0, reason="and this architecture has recurrent layers only")
+        keys.only(name, 0, reason="but this architecture has only recurrent layers")
     keys.skip("context_length")
     return "mamba2", {
         "vocab_size": vocab_size,
@@ -55,7 +55,7 @@ def _mamba2(keys: Keys) -> tuple[str, Settings]:
 def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
     decoder.usual_head_dim()
-    # In this architecture the key contains whether layers rotate queries and keys.
+    # In this architecture the key determines whether layers rotate queries and keys.
     rotates = keys.flag("rope.scaling.finetuned", True)
     recurrent = next(layer for layer, heads in enumerate([*decoder.kv_heads_of_layers, 0]) if not heads)
     settings = decoder.llama_like() | decoder.multipliers()
@@ -77,7 +77,7 @@ def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
     if not keys.integer("expert_count", 0):
         keys.skip("expert_used_count")
         width = settings["intermediate_size"]
-        keys.only("expert_shared_feed_forward_length", 0, width, reason=f"and feed-forward blocks of {width}")
+        keys.only("expert_shared_feed_forward_length", 0, width, reason=f"but feed-forward blocks have width {width}")
         return "granitemoehybrid", settings | {"shared_intermediate_size": width}
     experts = decoder.experts(normalized=True)
     settings["num_local_experts"] = experts["num_experts"]
@@ -91,9 +91,9 @@ def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
     decoder.usual_scale()
     # Attention layers do not rotate. As in Granite's files, this key is false then.
-    keys.only("rope.scaling.finetuned", False, reason="and this architecture rotates nothing")
-    keys.only("rope.dimension_count", decoder.head_dim, reason="and this architecture rotates nothing")
-    keys.only("rope.freq_base", 10000.0, reason="and this architecture rotates nothing")
+    keys.only("rope.scaling.finetuned", False, reason="but this architecture has no rotary embedding")
+    keys.only("rope.dimension_count", decoder.head_dim, reason="but this architecture has no rotary embedding")
+    keys.only("rope.freq_base", 10000.0, reason="but this architecture has no rotary embedding")
     keys.skip("attention.layer_norm_rms_epsilon")
     kinds = _nemotron_kinds(decoder)
     settings: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
     widths = keys.of_layers("feed_forward_length", decoder.layers)
     dense = {width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"}
     if len(dense) > 1:
-        raise keys.refuse("feed_forward_length", "and the exporter takes one width for all blocks")
+        raise keys.refuse("feed_forward_length", "but the exporter supports one width for all blocks")
     if dense:
         settings["intermediate_size"] = dense.pop()
     return "nemotron_h", settings | (_nemotron_experts(keys) if "moe" in kinds else {})
@@ -133,7 +133,7 @@ def _nemotron_kinds(decoder: Decoder) -> list[str]:
         block = "moe" if keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
         is_block = keys.has_tensor(f"blk.{layer}.ffn_up.weight") or block == "moe"
         kinds.append(block if is_block else "mamba" if keys.has_tensor(f"blk.{layer}.ssm_in.weight") else "attention")
-    reason = f"and the layers are, by their tensors, {', '.join(kinds[:8])}"
+    reason = f"but by their tensors the layers are {', '.join(kinds[:8])}"
     widths = keys.of_layers("feed_forward_length", decoder.layers)
     if [bool(width) for width in widths] != [kind in ("moe", "mlp") for kind in kinds]:
         raise keys.refuse("feed_forward_length", reason)
@@ -153,8 +153,8 @@ def _nemotron_experts(keys: Keys) -> Settings:
         "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
     }
-    keys.only("expert_gating_func", 0, 2, reason="and this architecture's router is a sigmoid (2)")
-    keys.only("moe_latent_size", 0, reason="and the exporter reads experts without latents")
+    keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
+    keys.only("moe_latent_size", 0, reason="but the exporter reads experts without latents")
     return experts | {"moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length")}
 
 
@@ -187,7 +187,7 @@ def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
 def _lfm2_kinds(decoder: Decoder) -> Settings:
     keys = decoder.keys
     kinds = ["full_attention" if heads else "conv" for heads in decoder.kv_heads_of_layers]
-    keys.only("attention.sliding_window", 0, reason="and transformers' LFM2 has no windows")
+    keys.only("attention.sliding_window", 0, reason="but transformers' LFM2 has no windows")
     return {"layer_types": kinds, "conv_L_cache": keys.positive("shortconv.l_cache")}
 
 
@@ -204,7 +204,7 @@ def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_head_dim()
     decoder.usual_scale()
     settings = decoder.llama_like() | _lfm2_kinds(decoder)
-    keys.only("expert_gating_func", 2, reason="and this architecture's router is a sigmoid (2)")
+    keys.only("expert_gating_func", 2, reason="but this architecture's router is a sigmoid (2)")
     return "lfm2_moe", settings | {
         "norm_eps": settings.pop("rms_norm_eps"),
         "num_experts": keys.positive("expert_count"),
@@ -226,7 +226,7 @@ def _delta(keys: Keys) -> tuple[Decoder, Settings]:
     if not isinstance(recurrent, list):
         recurrent = [(layer + 1) % interval != 0 for layer in range(decoder.layers)]
     if len(recurrent) < decoder.layers:
-        raise keys.refuse("attention.recurrent_layers", f"and the model has {decoder.layers} layers")
+        raise keys.refuse("attention.recurrent_layers", f"but the model has {decoder.layers} layers")
     heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
     return decoder, settings | {
         "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: decoder.layers]],

@@ -41,35 +41,35 @@ class Keys:
         """
         value = self._shared(name, self._required(name, default))
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.refuse(name, "which has to be a whole number from 0 on")
+            raise self.refuse(name, "expected an integer of at least 0")
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
         """Return an integer of at least 1, as :meth:`integer` does."""
         value = self.integer(name, default)
         if value == 0:
-            raise self.refuse(name, "which has to be above 0")
+            raise self.refuse(name, "expected a number above 0")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
         """Return a finite number. Raises :class:`EtkvError` as :meth:`integer` does."""
         value = self._shared(name, self._required(name, default))
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.refuse(name, "which has to be a finite number")
+            raise self.refuse(name, "expected a finite number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean. Raises :class:`EtkvError` for another value."""
         value = self._required(name, default)
         if not isinstance(value, bool):
-            raise self.refuse(name, "which has to be true or false")
+            raise self.refuse(name, "expected true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
         """Return a text. Raises :class:`EtkvError` for another value."""
         value = self._required(name, default)
         if not isinstance(value, str):
-            raise self.refuse(name, "which has to be a text")
+            raise self.refuse(name, "expected a text")
         return value
 
     def flags_or_integer(self, name: str, default: int) -> int | list[bool]:
@@ -90,7 +90,7 @@ class Keys:
         if len(value) < layers or any(
             isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in value
         ):
-            raise self.refuse(name, f"which has to be whole numbers from 0 on, one for each of {layers} layers")
+            raise self.refuse(name, f"expected integers of at least 0, one for each of {layers} layers")
         return value[:layers]
 
     def has(self, name: str) -> bool:

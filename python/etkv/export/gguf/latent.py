@@ -20,14 +20,14 @@ def _deepseek2(keys: Keys) -> tuple[str, Settings]:
     if gating not in (1, 2) or biased != (gating == 2):
         with_bias = "a bias" if biased else "no bias"
         raise keys.refuse(
-            "expert_gating_func", f"and {with_bias} for choosing experts; a softmax (1) has none, a sigmoid (2) one"
+            "expert_gating_func", f"but {with_bias} for choosing experts; a softmax (1) has none, a sigmoid (2) one"
         )
     settings = decoder.settings() | grouped_experts(keys)
     if gating == 2:
         return "deepseek_v3", settings | {"num_nextn_predict_layers": 0}
     settings["topk_method"] = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
     # transformers multiplies by the factor, and does not normalize the weights.
-    keys.only("expert_weights_norm", False, reason="and transformers' DeepSeek-V2 does not normalize weights")
+    keys.only("expert_weights_norm", False, reason="but transformers' DeepSeek-V2 does not normalize weights")
     return "deepseek_v2", settings
 
 
@@ -52,16 +52,16 @@ class _Latent:
         rotary = keys.positive("rope.dimension_count")
         key = keys.positive("attention.key_length_mla", keys.integer("attention.key_length", 0) or None)
         if key <= rotary:
-            raise keys.refuse("rope.dimension_count", f"and heads of queries have {key} numbers")
+            raise keys.refuse("rope.dimension_count", f"but heads of queries have {key} elements")
         value = self._value_length(heads, key - rotary)
         if keys.has("attention.key_length_mla"):
             # In llama.cpp all heads attend to one head, which consists of the latent and its rotary part.
-            keys.only("attention.key_length", rank + rotary, reason=f"and latents have {rank} + {rotary} numbers")
-            keys.only("attention.value_length", rank, reason=f"and latents have {rank} numbers")
-            keys.only("attention.head_count_kv", 1, reason="and there is one latent a token")
+            keys.only("attention.key_length", rank + rotary, reason=f"but latents have {rank} + {rotary} elements")
+            keys.only("attention.value_length", rank, reason=f"but latents have {rank} elements")
+            keys.only("attention.head_count_kv", 1, reason="but there is one latent a token")
         else:
-            keys.only("attention.value_length", value, reason=f"and tensor attn_kv_b has values of {value} numbers")
-            keys.only("attention.head_count_kv", heads, reason=f"and there are {heads} heads of queries")
+            keys.only("attention.value_length", value, reason=f"but tensor attn_kv_b has values of {value} elements")
+            keys.only("attention.head_count_kv", heads, reason=f"but there are {heads} heads of queries")
         keys.skip("attention.layer_norm_epsilon")
         return {
             "vocab_size": self.vocab_size,
@@ -86,10 +86,10 @@ class _Latent:
         """Return the elements of a head's value, from the shape of the tensor that expands latents."""
         apart, joined = (self._keys.file.tensors.get(f"blk.0.attn_{name}.weight") for name in ("v_b", "kv_b"))
         if apart is not None:
-            self._keys.only("attention.value_length_mla", apart.shape[1], reason="and tensor attn_v_b has another size")
+            self._keys.only("attention.value_length_mla", apart.shape[1], reason="but tensor attn_v_b has another size")
             return apart.shape[1]
         if joined is None or joined.shape[0] % heads or joined.shape[0] // heads <= unrotated:
-            raise self._keys.refuse("attention.head_count", "and no tensor attn_v_b, or attn_kv_b, of a size that fits")
+            raise self._keys.refuse("attention.head_count", "but no tensor attn_v_b or attn_kv_b has a matching size")
         return joined.shape[0] // heads - unrotated
 
     def _rope(self, rotary: int) -> Settings:
@@ -100,7 +100,7 @@ class _Latent:
         # Converters divide the multiplier by 10.
         multiplier = keys.real("rope.scaling.yarn_log_multiplier", 0.0) * 10
         for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-            keys.only(name, 0.0, 1.0, reason="and this architecture scales by yarn_log_multiplier alone")
+            keys.only(name, 0.0, 1.0, reason="but this architecture scales by yarn_log_multiplier alone")
         parameters = rope.read(keys, rotary)
         parameters.pop("attention_factor")
         return parameters | {"mscale": multiplier, "mscale_all_dim": multiplier}

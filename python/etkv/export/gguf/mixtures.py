@@ -43,7 +43,7 @@ def _olmoe(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
-    keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
+    keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
     return "olmoe", settings
 
 
@@ -51,7 +51,7 @@ def _width(decoder: Decoder) -> int:
     """Return the width of experts, for families with one setting for experts and feed-forward blocks."""
     keys = decoder.keys
     width = keys.positive("expert_feed_forward_length", keys.integer("feed_forward_length", 0) or None)
-    keys.only("feed_forward_length", width, reason=f"and experts of {width} numbers, the only blocks here")
+    keys.only("feed_forward_length", width, reason=f"but experts, the only blocks here, have a width of {width}")
     return width
 
 
@@ -61,10 +61,10 @@ def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
     settings = decoder.llama_like() | decoder.window(2) | {"attention_bias": decoder.has_bias("attn_q")}
     settings["intermediate_size"] = _width(decoder)
     # The softmax is over the logits of the chosen experts only.
-    keys.only("expert_gating_func", 0, 3, reason="and this architecture's router is a softmax of chosen experts (3)")
+    keys.only("expert_gating_func", 0, 3, reason="but this architecture's router is a softmax of chosen experts (3)")
     settings["num_local_experts"] = keys.positive("expert_count")
     settings["num_experts_per_tok"] = keys.positive("expert_used_count")
-    keys.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], reason="and one base for all layers")
+    keys.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], reason="but all layers have one base")
     if settings["rope_parameters"]["rope_type"] == "yarn":
         # The value of the published models. There is no key for it.
         settings["rope_parameters"]["truncate"] = False
@@ -102,7 +102,8 @@ def _ernie4_5_moe(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     experts = decoder.experts(normalized=True)
     shared, width = keys.integer("expert_shared_count", 0), keys.positive("expert_feed_forward_length")
-    keys.only("expert_shared_feed_forward_length", shared * width, width, reason=f"and {shared} experts of {width}")
+    reason = f"but there are {shared} experts of width {width}"
+    keys.only("expert_shared_feed_forward_length", shared * width, width, reason=reason)
     settings = {
         "use_bias": decoder.has_bias("attn_q"),
         "moe_num_experts": experts["num_experts"],
@@ -122,8 +123,8 @@ def _hunyuan_moe(keys: Keys) -> tuple[str, Settings]:
     experts = decoder.experts(normalized=True)
     settings = decoder.llama_like()
     settings["intermediate_size"] = _width(decoder)
-    keys.only("expert_shared_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
-    keys.only("expert_shared_count", 1, reason="and this architecture has one expert for all tokens")
+    keys.only("expert_shared_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
+    keys.only("expert_shared_count", 1, reason="but this architecture has one expert for all tokens")
     settings |= {"num_experts": experts["num_experts"], "moe_topk": experts["num_experts_per_tok"]}
     return "hunyuan_v1_moe", settings | {"attention_bias": decoder.has_bias("attn_q")}
 
@@ -146,7 +147,7 @@ def _minimax_m2(keys: Keys) -> tuple[str, Settings]:
     settings["intermediate_size"] = _width(decoder)
     settings.pop("moe_intermediate_size")
     # transformers has no such settings in this family.
-    keys.only("expert_weights_norm", True, reason="and this architecture's weights of experts add up to 1")
+    keys.only("expert_weights_norm", True, reason="but this architecture's weights of experts add up to 1")
     for name, neutral in _NOT_IN_MINIMAX.items():
         if settings.pop(name) != neutral:
             raise keys.refuse("expert_count", f"and {name}, which this architecture's experts do not have")
@@ -159,11 +160,11 @@ def _afmoe(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
     # transformers always normalizes the weights of a token's experts.
-    keys.only("expert_weights_norm", True, reason="and this architecture's weights of experts add up to 1")
+    keys.only("expert_weights_norm", True, reason="but this architecture's weights of experts add up to 1")
     for name in ("norm_topk_prob", "n_group", "topk_group"):
         settings.pop(name)
     for name in ("expert_group_count", "expert_group_used_count"):
-        keys.only(name, 0, 1, reason="and this architecture has no groups of experts")
+        keys.only(name, 0, 1, reason="but this architecture has no groups of experts")
     renamed = {
         "num_experts": settings.pop("n_routed_experts"),
         "num_shared_experts": settings.pop("n_shared_experts"),

@@ -25,16 +25,16 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     """
     base = keys.real("rope.freq_base", 10000.0)
     if base <= 0:
-        raise keys.refuse("rope.freq_base", "which has to be above 0")
+        raise keys.refuse("rope.freq_base", "expected a number above 0")
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     rotary_dim = keys.positive("rope.dimension_count", head_dim)
     if head_dim % 2 and not keys.has("rope.dimension_count"):
         raise keys.refuse(
-            "attention.key_length", f"and an odd number of {head_dim} numbers of a head cannot be rotated"
+            "attention.key_length", f"but a head of {head_dim} elements, an odd number, cannot be rotated"
         )
     if rotary_dim > head_dim or rotary_dim % 2 or (rotary_dim != head_dim and not partial):
         limit = "an even number up to" if partial else "exactly"
-        raise keys.refuse("rope.dimension_count", f"and this architecture rotates {limit} {head_dim} numbers of a head")
+        raise keys.refuse("rope.dimension_count", f"but this architecture rotates {limit} {head_dim} elements")
     if partial:
         parameters["partial_rotary_factor"] = _share(rotary_dim, head_dim)
     kind = keys.text("rope.scaling.type", "linear")
@@ -53,7 +53,7 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     if kind == "none":
         factor = 1.0
     elif kind not in ("linear", "longrope"):
-        raise keys.refuse("rope.scaling.type", "and the exporter supports none, linear, yarn and longrope")
+        raise keys.refuse("rope.scaling.type", "but the exporter supports none, linear, yarn and longrope")
     _refuse_yarn_settings(keys, kind)
     if short is not None and long is not None:
         if factors is not None:
@@ -82,7 +82,7 @@ def _factor(keys: Keys) -> float:
     for name in ("rope.scaling.factor", "rope.scale_linear"):
         factor = keys.real(name, 0.0)
         if factor and factor < 1.0:
-            raise keys.refuse(name, "which has to be 1 or more")
+            raise keys.refuse(name, "expected at least 1")
         if factor:
             return factor
     return 1.0
@@ -94,7 +94,7 @@ def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> 
     ``yarn_attn_factor`` is the factor of cosines and sines, like transformers' ``attention_factor``. Without this key,
     the factor is the one that follows from the scaling, times ``attn_factor``.
     """
-    keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="and YaRN is read with an extrapolation factor of 1 only")
+    keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="but the exporter reads YaRN with a factor of 1")
     logarithm = math.log(factor)
     scale = keys.real("rope.scaling.yarn_attn_factor", 0.0)
     all_dimensions = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
@@ -111,7 +111,7 @@ def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> 
 
 
 def _refuse_yarn_settings(keys: Keys, kind: str) -> None:
-    reason = f"and no YaRN: rope.scaling.type is {kind!r}"
+    reason = f"but no YaRN: rope.scaling.type is {kind!r}"
     keys.only("rope.scaling.yarn_ext_factor", 0.0, reason=reason)
     keys.only("rope.scaling.yarn_attn_factor", 0.0, 1.0, reason=reason)
     keys.only("rope.scaling.yarn_beta_fast", 32.0, reason=reason)

@@ -54,7 +54,7 @@ def token_id(file: GgufFile, name: str) -> int | None:
         return _OF_SENTENCEPIECE.get(name) if file.values.get("tokenizer.ggml.model") == "llama" else None
     count = len(file.values.get("tokenizer.ggml.tokens") or ())
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-        raise EtkvError(f"{file.path} has {key} = {value!r}, and its vocabulary has {count} tokens")
+        raise EtkvError(f"{file.path} has {key} = {value!r}, but its vocabulary has {count} tokens")
     return value
 
 

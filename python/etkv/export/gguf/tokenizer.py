@@ -155,7 +155,7 @@ class _Vocabulary:
     def flag(self, name: str, default: bool) -> bool:
         value = self.file.values.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
-            raise EtkvError(f"{self.file.path} has tokenizer.ggml.{name} = {value!r}, which has to be true or false")
+            raise EtkvError(f"{self.file.path} has tokenizer.ggml.{name} = {value!r}, expected true or false")
         return value
 
     def added(self) -> list[AddedToken]:
