@@ -81,7 +81,7 @@ pub fn view(
     let mut planes = [const { None }; 3];
     let widths = Codec::of(format).widths(head_dim);
     for (p, bytes) in widths.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0) {
-        // The view starts inside its memory, as a view of a store may.
+        // Like some views of stores, the view does not begin at the start of its memory.
         let (offset, slot_stride) = (64, bytes * n_kv_heads);
         let memory = Memory::zeroed(offset + n_slots * slot_stride)?;
         let mut at = offset;

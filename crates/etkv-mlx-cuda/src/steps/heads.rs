@@ -53,8 +53,8 @@ pub struct HeadsProduct {
     pub queries: Value,
 }
 
-/// The products found by this module, by their instruction, and the instructions between these products and
-/// attention.
+/// The products found by this module, keyed by their instruction, and the instructions between these products
+/// and attention.
 #[derive(Debug, Default)]
 pub struct HeadsProducts {
     pub products: HashMap<usize, HeadsProduct>,

@@ -71,7 +71,7 @@ pub struct Rows {
     /// Attention may read the slots `0..n_keys`.
     pub n_keys: usize,
     /// The keys that each token sees, with room for the number of [planned tokens](planned_tokens). Without a
-    /// mask, each token sees itself and all before it.
+    /// mask, each token sees itself and all keys before it.
     pub mask: Option<KeyMask>,
 }
 
