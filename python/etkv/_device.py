@@ -47,7 +47,7 @@ class DeviceAnswer:
         return ask("etkv_generation_read_prompts", "size_t", self._generation)
 
     def next(self) -> tuple[int, End | None] | None:
-        """Return the next token, and why the answer ends if it is the last. Return None after the last."""
+        """Return the next token, and why the answer ends if it is the last. Return None after the last token."""
         call("etkv_generation_next", self._generation, self._token, self._end, 1, self._n)
         return (int(self._token[0]), _ENDS[self._end[0]]) if self._n[0] else None
 

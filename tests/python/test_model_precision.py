@@ -82,8 +82,8 @@ def test_float32_equals_transformers(programs, exact, variant):
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype != "f32"], ids=str)
 def test_half_precision_is_as_good_as_that_of_transformers(programs, exact, variant):
     """The rms error against float32 is at most 1.5 times that of transformers in the same dtype, because the same
-    roundings in another order differ at random. With quantized weights the limit is 2.5 times: MLX rounds both the
-    product of integer and scale and the weight, and transformers only the weight.
+    roundings in another order differ at random. With quantized weights the limit is 2.5 times: MLX rounds the
+    product of integer and scale and then the weight, and transformers rounds only the weight.
     """
     ran = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all")
     ids = PROMPT + ran.ids[:-1]

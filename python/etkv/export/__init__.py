@@ -147,7 +147,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
             names = companions.write(scratch, tokenizer, generation)
         compared = checked.run_program(scratch / request.output.name)
         with _writing(request.output):
-            made = manifest.Made(size, names, compared, parts)
+            made = manifest.ExportResult(size, names, compared, parts)
             manifest.write(scratch, request, origin, settled, made)
             _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")

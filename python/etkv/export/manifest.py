@@ -61,7 +61,7 @@ def is_current(request: ExportRequest, source: Source) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class ExportResult:
     """The result of an export: a program of ``size`` bytes, and the files ``companions`` next to it.
 
     ``checked`` is whether the program was compared with the model. ``parts`` are the names of the model's parts.
@@ -73,7 +73,7 @@ class Made:
     parts: list[str]
 
 
-def write(folder: Path, request: ExportRequest, source: Source, limits: Limits, made: Made) -> None:
+def write(folder: Path, request: ExportRequest, source: Source, limits: Limits, made: ExportResult) -> None:
     """Write the manifest to ``folder``."""
     manifest = {
         "program": request.output.name,

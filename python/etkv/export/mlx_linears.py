@@ -19,7 +19,7 @@ from etkv.export.scratch import Scratch
 if TYPE_CHECKING:
     import torch.fx
 
-    from etkv.export.packing import Kept
+    from etkv.export.packing import FileIntegers
     from etkv.export.published.weight import Groups
 
 _PART = 1 << 20
@@ -157,7 +157,7 @@ class Packer:
         layer.etkv_bits = self._bits
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any, kept: Kept) -> None:
+    def pack_experts(self, module: Any, kept: FileIntegers) -> None:
         """Pack the weights of experts in place."""
 
         def pack(name: str, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -55,7 +55,7 @@ class PackedLayer(torch.nn.Module):
         return plain.T.contiguous() if self.etkv_is_transposed else plain
 
 
-class Kept(Protocol):
+class FileIntegers(Protocol):
     """A function that returns the packed form of a file's integers, see :meth:`Packer.keep`."""
 
     def __call__(
@@ -89,7 +89,7 @@ class Packer(Protocol):
         The layer, a ``Linear`` or an ``Embedding`` of torch, no longer has its weight.
         """
 
-    def pack_experts(self, module: Any, kept: Kept) -> None:
+    def pack_experts(self, module: Any, kept: FileIntegers) -> None:
         """Pack the weights of a module of experts. Raises :class:`ValueError` if that is impossible.
 
         ``kept`` returns the result of :meth:`keep` for the file's integers of a weight.
@@ -239,7 +239,7 @@ class Packing:
         weights: torch.Tensor,
         arranged: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Any:
-        """Return the packed form of a weight of ``module`` with the integers of the file, see :class:`Kept`."""
+        """Return the packed form of a weight of ``module`` with the integers of the file, see :class:`FileIntegers`."""
         packer: Any = self._packer
         stored = [part.groups() for part in self._stored.pop((module, name), [])]
         whole = [groups for groups in stored if groups is not None]

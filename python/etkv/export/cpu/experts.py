@@ -21,7 +21,7 @@ from etkv.packed_weights import WeightFormat, alternate, apart, filled, padded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from etkv.export.packing import Kept
+    from etkv.export.packing import FileIntegers
 
 NAME = "etkv_routed"
 """The name under which transformers finds these products."""
@@ -109,7 +109,7 @@ def pack_module(
     name: str | None,
     group_size: int | None,
     empty: Callable[..., torch.Tensor] = torch.empty,
-    kept: Kept | None = None,
+    kept: FileIntegers | None = None,
 ) -> None:
     """Pack the weights of a module of experts in the format ``name``; ``None`` is bfloat16 or float32.
 

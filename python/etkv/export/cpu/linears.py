@@ -128,7 +128,7 @@ class Packer:
             layer.bias.data = layer.bias.data.float()
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any, kept: packing.Kept) -> None:
+    def pack_experts(self, module: Any, kept: packing.FileIntegers) -> None:
         """Pack the weights of experts in place."""
         experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty, kept)
 
