@@ -1,10 +1,10 @@
-// RMS norms of rows that lie anywhere, computed in float32.
+// RMS norms of rows with any strides, computed in float32.
 
 namespace etkv {
 
 constexpr int MAX_NORM_WARPS = 8;
 
-// Normalizes a row, one a block. The weights and the scale are null where there are none.
+// Normalizes rows, one in each block. The weight and the scale may be null.
 template <typename X, typename W, typename O>
 struct NormRows {
   const X* x;
