@@ -137,7 +137,7 @@ def _layer(layer: LayerConfig) -> dict[str, Any]:
         "sinks": layer.sinks,
         "chunk": layer.chunk,
         "dtype": layer.dtype,
-        **({"values_in_keys": True} if layer.values_in_keys else {}),
+        "values_in_keys": layer.values_in_keys,
     }
 
 
@@ -233,7 +233,7 @@ def _layer_text(layer: dict[str, Any]) -> str:
     k, v = layer["k_head_dim"], layer["v_head_dim"]
     heads = f"{layer['n_kv_heads']} KV {'head' if layer['n_kv_heads'] == 1 else 'heads'}"
     size = f"head_dim {k}" if k == v else f"head_dim {k} (keys) and {v} (values)"
-    if layer.get("values_in_keys"):
+    if layer["values_in_keys"]:
         size = f"head_dim {k} with {'the value' if k == v else f'a value of {v}'} in it"
     dtype = f", stored as {layer['dtype']} by default" if layer["dtype"] else ""
     if layer["chunk"]:
@@ -308,9 +308,11 @@ def run(options: argparse.Namespace) -> list[str]:
     if options.capacity is not None and options.capacity < 1:
         raise EtkvError(f"capacity is {options.capacity}, the minimum is 1")
     contents = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))
+    described = describe_program(options.program) if options.instructions else {}
     if options.json:
-        return [json.dumps(contents, indent=2)]
+        chains = ("instructions_at_load", "instructions")
+        return [json.dumps(contents | {name: described[name] for name in chains if name in described}, indent=2)]
     printed = list(lines(contents))
     if options.instructions:
-        printed += instruction_lines(describe_program(options.program))
+        printed += instruction_lines(described)
     return printed

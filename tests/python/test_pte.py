@@ -44,11 +44,8 @@ def test_report_as_json(program, capsys):
     found = json.loads(inspect(capsys, program, "--json"))
     assert found["runs_here"]["runs"] is True
     assert found["program"]["operations"]["UpdateAndAttend"] == 2
-    assert (
-        found["layers"]
-        == [{"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0, "chunk": 0, "dtype": "f32"}]
-        * 2
-    )
+    layer = {"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0, "chunk": 0, "dtype": "f32"}
+    assert found["layers"] == [{**layer, "values_in_keys": False}] * 2
     assert found["cache"]["capacity"] == 256
     assert found["cache"]["bytes"]["f32"] == {"at_capacity": 256 * 512, "a_position": 512}
     assert found["constants"]["bytes"] > 0
@@ -57,6 +54,9 @@ def test_report_as_json(program, capsys):
 def test_instructions(program, capsys):
     lines = inspect(capsys, program, "--instructions").splitlines()
     assert sum("UpdateAndAttend q: t" in line for line in lines) == 2
+    found = json.loads(inspect(capsys, program, "--instructions", "--json"))
+    assert [one["operation"] for one in found["instructions"]].count("UpdateAndAttend") == 2
+    assert "instructions_at_load" in found
 
 
 def test_a_program_that_does_not_run_here(tmp_path, capsys):
