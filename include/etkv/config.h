@@ -1,6 +1,6 @@
 /*
  * The config of a cache, and estimates of its memory. A part of etkv.h, whose
- * conventions hold here.
+ * conventions apply here.
  */
 #ifndef ETKV_CONFIG_H
 #define ETKV_CONFIG_H
@@ -88,7 +88,9 @@ typedef struct etkv_layer_config {
   /**
    * 1 if a value is the first `v_head_dim` elements of its key, as with latent
    * attention; otherwise 0. The layer then stores keys alone, in `k_format`,
-   * and values that are passed to it are not read.
+   * and values that are passed to it are not read. In the first step after a
+   * program is loaded they are compared with the keys: a step with other values
+   * is refused with ETKV_ERROR_SHAPE.
    */
   int32_t values_in_keys;
   /**

@@ -8,6 +8,7 @@ use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::snapshot::PlaneId;
 use etkv_core::{Extent, KvFormat, Result, Store, StoreLayer, TARGET};
 use mlx_rs::error::Exception;
+use mlx_rs::ops::array_eq;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
 use tracing::debug;
@@ -256,6 +257,12 @@ impl Store for MlxStore {
             self.finite.watch(watched, stored)?;
         }
         Ok(())
+    }
+
+    fn begins_with(k: &Array, v: &Array) -> Result<bool> {
+        let first = mlx::slice_axis(k, 3, 0, v.dim(3), 1)?;
+        let equal = array_eq(&first, v, true).map_err(error::Error::from)?;
+        Ok(equal.try_item_exact::<bool>().map_err(error::Error::from)?)
     }
 
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[KvView; 2]> {

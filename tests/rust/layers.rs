@@ -1,4 +1,4 @@
-//! Caches driven layer by layer, without [`Step`].
+//! Caches that are used layer by layer, without a [`Step`].
 
 use etkv::{
     layer_caches, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache, KvFormat,
@@ -24,7 +24,7 @@ fn flat(array: &Array) -> Vec<f32> {
     array.contiguous().unwrap().as_slice::<f32>().to_vec()
 }
 
-/// Layers return the rows that a separate step reads.
+/// Layers return the same rows as a separate step.
 #[test]
 fn layers_return_what_a_step_reads() {
     etkv::mlx::run(|| {
@@ -64,7 +64,7 @@ fn layers_return_what_a_step_reads() {
     .unwrap();
 }
 
-/// An aborted forward leaves nothing for the next one.
+/// An aborted forward does not affect the next one.
 #[test]
 fn a_layer_that_comes_again_begins_anew() {
     etkv::mlx::run(|| {
@@ -73,14 +73,14 @@ fn a_layer_that_comes_again_begins_anew() {
         let [first, second] = [rows(1, 2), rows(2, 2)];
         forwards.update_and_fetch(0, &[0, 1], &first, &first)?;
         forwards.update_and_fetch(1, &[0, 1], &first, &first)?;
-        // The same positions again, with other rows.
+        // Repeats the same positions with other rows.
         for layer in 0..N_LAYERS {
             let spec = forwards.update_and_fetch(layer, &[0, 1], &second, &second)?;
             assert!(matches!(spec.mask, Mask::Causal));
             assert_eq!(flat(&spec.k.dequantized(second.dtype())?), flat(&second));
         }
         assert_eq!(cache.lock()?.length(), 2);
-        // The step is open for other callers, and ends when it is dropped.
+        // Other callers see an open step, which ends when the forward is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
         assert_eq!(
             cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(),
@@ -96,7 +96,42 @@ fn a_layer_that_comes_again_begins_anew() {
     .unwrap();
 }
 
-/// Forwards that are not evaluated yet stay when the next one is aborted.
+/// The first rows after a program was loaded show whether the config is right about values in keys.
+#[test]
+fn values_in_keys_are_compared() {
+    etkv::mlx::run(|| {
+        let mut config = config(KvFormat::F32);
+        config.layers[1].values_in_keys = true;
+        for cache in [
+            SharedCache::new(ContiguousCache::new(config.clone())?),
+            SharedCache::new(CellsCache::new(config.clone())?),
+        ] {
+            let mut forwards = Forwards::new(cache.clone())?;
+            let [k, v] = [rows(1, 2), rows(2, 2)];
+            let mut run = |values: &Array, first: i32| -> Result<(), etkv::Error> {
+                for layer in 0..N_LAYERS {
+                    forwards.update_and_fetch(layer, &[first, first + 1], &k, values)?;
+                }
+                Ok(())
+            };
+            let refused = run(&v, 0).unwrap_err();
+            assert_eq!(refused.status(), Status::Shape);
+            assert!(refused.message().contains("layer 1"), "{refused}");
+            assert_eq!(cache.lock()?.length(), 0);
+            run(&k, 0)?;
+            assert_eq!(cache.lock()?.length(), 2);
+            // Another program may have other values.
+            drop(forwards);
+            let mut other = Forwards::new(cache.clone())?;
+            other.update_and_fetch(0, &[2, 3], &k, &v)?;
+            assert!(other.update_and_fetch(1, &[2, 3], &k, &v).is_err());
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Forwards that are not evaluated yet remain when the next one is aborted.
 #[test]
 fn what_was_before_stays() {
     etkv::mlx::run(|| {
@@ -147,7 +182,7 @@ fn a_forward_whose_last_call_fails_does_not_count() {
         let cache = SharedCache::new(ContiguousCache::new(config(KvFormat::F32))?);
         let mut forwards = Forwards::new(cache.clone())?;
         let two = rows(1, 2);
-        // Queries of 3 heads do not attend to keys of 2.
+        // Queries of 3 heads cannot attend to keys of 2 heads.
         let q = Array::ones::<f32>(&[1, 3, 2, 64])?;
         for failing in [0, N_LAYERS - 1] {
             for layer in 0..=failing {
@@ -186,7 +221,7 @@ fn what_is_refused_changes_nothing() {
         for layer in &mut layers[..N_LAYERS - 1] {
             layer.update_and_fetch(five.clone(), five.clone())?;
         }
-        // Queries at the edge of a window see fewer rows than were read.
+        // Queries at the edge of a window do not see all rows that were read.
         let error = layers[N_LAYERS - 1].update_and_fetch(five.clone(), five.clone()).unwrap_err();
         assert_eq!(error.status(), Status::Unsupported, "{error}");
         assert!(error.message().contains("5 queries from position 0 of layer 2"), "{error}");
@@ -204,7 +239,7 @@ fn what_is_refused_changes_nothing() {
     .unwrap();
 }
 
-/// After a removal at the front the next position is not the count.
+/// After the first positions are removed, the next position is not the number of positions.
 #[test]
 fn offsets_are_positions() {
     etkv::mlx::run(|| {

@@ -257,7 +257,9 @@ impl FromStr for KvFormat {
         let affine = || {
             let sizes = name.strip_prefix("affine")?;
             let (bits, group) = sizes.split_once('g').unwrap_or((sizes, "32"));
-            Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
+            // A format has one name: numbers without a sign and without zeros before them.
+            let number = |text: &str| text.parse().ok().filter(|n: &u8| n.to_string() == text);
+            Some(Self::Affine { bits: number(bits)?, group: number(group)? })
         };
         let named = NAMED.iter().find(|(_, known)| *known == name).map(|(format, _)| *format);
         // A head_dim of 128 is a multiple of every group, so only the name is checked here.
@@ -287,7 +289,8 @@ mod tests {
         }
         let affine8 = KvFormat::Affine { bits: 8, group: 32 };
         assert_eq!("affine8".parse::<KvFormat>().unwrap(), affine8);
-        for name in ["", "affine", "affine7", "affine4g16", "f64", "affine4g"] {
+        let unknown = ["", "affine", "affine7", "affine4g16", "f64", "affine4g", "affine+8"];
+        for name in unknown.into_iter().chain(["affine08", "affine4g+32", "affine4g032", "f32 "]) {
             let message = name.parse::<KvFormat>().unwrap_err().to_string();
             assert!(message.contains(&format!("`{name}`")), "{message}");
         }

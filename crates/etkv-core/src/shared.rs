@@ -115,13 +115,20 @@ impl SharedCache {
         self.cache.lock()
     }
 
-    /// Returns the cache with its face for programs of the backend with store `S`.
+    /// Returns the cache with its face for programs of the backend with store `S`. The next step
+    /// [compares](AttendCache::expect_program) values that the config has in keys.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.
     pub fn program<S: Store>(&self) -> Result<ProgramCache<S>> {
         match self.program.downcast_ref::<ProgramCache<S>>() {
-            Some(program) => Ok(program.clone()),
+            Some(program) => {
+                // A poisoned cache refuses the step itself.
+                if let Ok(mut cache) = program.lock() {
+                    cache.expect_program();
+                }
+                Ok(program.clone())
+            }
             None => fail!(
                 Kind,
                 "expected a cache in {} storage, got one in {} storage; make it for this backend",

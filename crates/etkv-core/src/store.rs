@@ -100,6 +100,13 @@ pub trait Store: Sized + Send + 'static {
         watch: bool,
     ) -> Result<()>;
 
+    /// Returns whether each row of `k` begins with the elements of the same row of `v`, NaN included. The shapes
+    /// differ only in their last axis. Waits for the computation of both.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn begins_with(k: &Self::Tensor, v: &Self::Tensor) -> Result<bool>;
+
     /// Returns views of a run of slots for attention: of keys and of values. For a layer without a second buffer, the
     /// second view is of the [first elements](StoreLayer::second_in_first) of the keys.
     ///

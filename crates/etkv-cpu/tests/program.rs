@@ -1,4 +1,4 @@
-//! The calls of a program, made like ExecuTorch's delegates make them.
+//! The calls of a program, made in the same way as by ExecuTorch's delegates.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
@@ -24,7 +24,7 @@ fn options(key: &str) -> LoadOptions {
     LoadOptions::parse(key, "all", "", "").unwrap()
 }
 
-/// The output of layer 1 for the query at the last of these positions.
+/// Returns the output of layer 1 for the query at the last of these positions.
 fn expected(positions: std::ops::RangeInclusive<i64>) -> Vec<f32> {
     let last = *positions.end();
     let row = |at: i64, add: f32| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
@@ -60,7 +60,7 @@ fn a_forward_attends_and_commits() {
     assert_eq!(length(&session), 4);
 }
 
-/// A step is open between the calls of a forward. A failure there rolls it back.
+/// A step is open between the calls of a forward. A failed call rolls it back.
 #[test]
 fn a_failed_forward_changes_nothing() {
     let session = session(2);
@@ -95,7 +95,27 @@ fn a_failed_forward_changes_nothing() {
     check(&mut method, refused, Status::Position, "the positions of the forward's first layer");
 }
 
-/// An operator between two calls fails. The next forward begins anew, and so does one after unloading.
+/// A config says that the values of the second layer are in its keys, and those of the program are not.
+#[test]
+fn a_wrong_config_is_refused() {
+    let mut config = CacheConfig::uniform(2, 1, DIM as i32, 8).stored_as(KvFormat::F32);
+    config.layers[1].values_in_keys = true;
+    let session = Session::new(builders(), CPU_BACKEND, ContiguousCache::KIND, config).unwrap();
+    let mut method = Method::load("wrong config", session.key());
+    // A step of no tokens proves nothing.
+    let _ = method.forward(&[]);
+    for _ in 0..2 {
+        let error = method.forward(&[0, 1]).unwrap_err();
+        assert_eq!(error.status(), Status::Shape);
+        let told =
+            "values of layer 1 are not the first 8 elements of its keys, as `values_in_keys`";
+        assert!(error.message().contains(told), "{error}");
+        assert_eq!(length(&session), 0);
+    }
+}
+
+/// If an operator between two calls fails, the next forward begins a new step. So does a forward after the
+/// method is loaded again.
 #[test]
 fn an_unfinished_forward_is_rolled_back() {
     let session = session(2);
@@ -114,8 +134,8 @@ fn an_unfinished_forward_is_rolled_back() {
     session.cache().lock().unwrap().rewind(1).unwrap();
 }
 
-/// A host that knows of the failure rolls the step back at once: otherwise it could not declare sequences for
-/// the next step.
+/// A host that notices the failure can roll the step back at once. Otherwise it could not declare the
+/// sequences of the next step.
 #[test]
 fn a_host_aborts_an_unfinished_forward() {
     let config = CacheConfig::uniform(2, 1, DIM as i32, 8).stored_as(KvFormat::F32);
@@ -131,7 +151,7 @@ fn a_host_aborts_an_unfinished_forward() {
     declare().unwrap();
     assert_near(&method.forward(&[0]).unwrap(), &expected(0..=0));
     assert_eq!(length(&session), 1);
-    // Nothing is left to abort, even on a thread that began nothing.
+    // There is nothing left to abort, also on a thread without a forward.
     abort_forward();
     declare().unwrap();
     method.call(0, &[1], &mut Taker::default()).unwrap();
@@ -140,7 +160,7 @@ fn a_host_aborts_an_unfinished_forward() {
     assert_eq!(length(&session), 2);
 }
 
-/// Each of two programs waits inside a call until the other is inside one.
+/// Two programs run at the same time: each waits in a call until the other is also in one.
 #[test]
 fn programs_run_at_the_same_time() {
     struct Meeting(Sender<()>, Receiver<()>, Taker);
@@ -177,7 +197,7 @@ fn programs_run_at_the_same_time() {
     });
 }
 
-/// Calls of two loads alternate on one thread, with the same program.
+/// The same program is loaded twice, and the calls of both alternate on one thread.
 #[test]
 fn each_load_has_a_forward_of_its_own() {
     let [one, two] = [session(2), session(2)];
@@ -186,7 +206,7 @@ fn each_load_has_a_forward_of_its_own() {
     };
     let mut first = Method::load("twice", one.key());
     let mut second = Method::load("twice", two.key());
-    // In another order, which a file may have.
+    // The calls of a file may be in another order.
     let last = load(&one, 1);
     let mut third = Method(vec![load(&one, 0), last]);
     first.forward(&[0, 1]).unwrap();
@@ -194,7 +214,7 @@ fn each_load_has_a_forward_of_its_own() {
     assert_eq!((length(&one), length(&two)), (2, 1));
     let mut host = Taker::default();
     first.call(0, &[2], &mut host).unwrap();
-    // The third shares a cache with the first, but not its forward.
+    // The third method has the same cache as the first, but another forward.
     let refused = third.call(1, &[2], &mut host).unwrap_err();
     assert!(refused.message().contains("expected call 0"), "{refused}");
     let refused = third.call(0, &[2], &mut host).unwrap_err();
@@ -204,7 +224,7 @@ fn each_load_has_a_forward_of_its_own() {
     assert_eq!(length(&one), 4);
 }
 
-/// A load that fails halfway leaves nothing for the next one.
+/// A load that fails halfway does not affect the next one.
 #[test]
 fn a_load_that_fails_is_forgotten() {
     let session = session(2);
@@ -299,7 +319,7 @@ fn rows_are_selected_at_load() {
     assert_eq!(error.status(), Status::Unsupported);
 }
 
-/// The output of one layer whose call has sinks and a softcap, for tokens from position 0.
+/// Runs one layer whose call has sinks and a softcap, for tokens from position 0. Returns its output.
 fn attend_with_sinks(
     key: &str,
     softcap: &str,

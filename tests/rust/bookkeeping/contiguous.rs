@@ -323,7 +323,8 @@ impl Run {
             assert_eq!(self.book.can_extend(n), fits, "{n} more than {length}");
         }
         for group in 0..self.groups.len() {
-            assert_eq!(self.book.used(group), self.promised(group, length), "group {group}");
+            let used = self.promised(group, length).min(length - self.moved[group]);
+            assert_eq!(self.book.used(group), used, "group {group}");
         }
         let promised =
             if self.any_slides() { (self.peak - self.max_step_tokens).max(0) } else { 0 };

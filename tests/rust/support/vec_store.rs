@@ -1,7 +1,7 @@
-//! A storage of plain vectors: the smallest backend.
+//! A store of plain vectors: the smallest backend.
 //!
-//! It stores float32 in every format. Rows are rounded like in the float formats. For quantized formats they
-//! are rounded to the same number of levels as the codes have, but not to the same values.
+//! It stores float32 in every format. For float formats, rows are rounded to the format. For quantized formats, they
+//! are rounded to as many levels as the format has codes, but not to the same values.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -107,7 +107,7 @@ fn round(row: &mut [f32], format: KvFormat) {
     }
 }
 
-/// Keys or values of one layer, by slot.
+/// The keys or values of one layer, by slot.
 struct Buffer {
     format: KvFormat,
     rows: Tensor,
@@ -133,7 +133,7 @@ impl Buffer {
     }
 }
 
-/// The call of a store that fails next.
+/// The kind of call of the store that fails next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
     Grow,
@@ -145,7 +145,7 @@ thread_local! {
     static NEXT_FAILURE: Cell<Option<Failure>> = const { Cell::new(None) };
 }
 
-/// Makes the next such call on this thread fail.
+/// Makes the next call of this kind on this thread fail.
 pub fn fail_next(failure: Failure) {
     NEXT_FAILURE.set(Some(failure));
 }
@@ -158,15 +158,15 @@ fn may_fail(what: Failure) -> Result<()> {
     Ok(())
 }
 
-/// The storage of a cache on plain vectors.
+/// The store of a cache in plain vectors.
 pub struct VecStore {
-    /// Keys and values of each layer.
+    /// The keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
     /// The sizes of each layer.
     sizes: Vec<StoreLayer>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,
-    /// The same for a step that ended unread.
+    /// The flags of a step that ended unread.
     unread: Vec<bool>,
     /// Whether the open step wrote a tensor whose computation fails.
     fails: bool,
@@ -241,6 +241,10 @@ impl Store for VecStore {
         Ok(())
     }
 
+    fn begins_with(k: &Tensor, v: &Tensor) -> Result<bool> {
+        Ok(k.first(v.shape[3]).values == v.values)
+    }
+
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Tensor; 2]> {
         let view = |buffer: &Buffer| Tensor {
             fails: self.fails,
@@ -275,7 +279,10 @@ impl Store for VecStore {
     }
 
     fn end_unread(&mut self) {
-        assert!(self.unread.is_empty(), "a step ends before the values of the last are read");
+        assert!(
+            self.unread.is_empty(),
+            "a step ends before the values of the previous one are read"
+        );
         self.unread = std::mem::take(&mut self.finite);
         self.end();
     }
@@ -339,7 +346,7 @@ impl Store for VecStore {
         Ok(())
     }
 
-    /// Copies, because this store shares no memory.
+    /// Copies the rows, because this store shares no memory.
     fn freeze(&mut self, slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
         may_fail(Failure::Grow)?;
         let of = |(buffers, &end): (&[Buffer; 2], &i32)| {
@@ -366,7 +373,7 @@ impl Store for VecStore {
     }
 }
 
-/// The backend of plain vectors, which are computed eagerly.
+/// The backend of plain vectors, which computes eagerly.
 pub struct OnVec;
 
 impl Backend for OnVec {
@@ -399,7 +406,7 @@ impl Backend for OnVec {
         Self::rows(view)
     }
 
-    /// Computes attention as a program does: hidden rows have weight 0, and are read.
+    /// Computes attention as a program does: hidden rows are read with a weight of 0.
     fn attend(q: &Tensor, spec: &Spec<VecStore>, scale: f32) -> Result<Tensor> {
         let AttendSpec { k, v, mask } = spec;
         let [_, heads, n, _] = q.shape.map(|size| size as usize);

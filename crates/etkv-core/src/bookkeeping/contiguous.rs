@@ -80,12 +80,15 @@ impl ContiguousBookkeeping {
         self.length
     }
 
-    /// Returns the number of positions that a layer group guarantees to keep.
+    /// Returns the number of positions that a layer group guarantees to keep. After a rewind, it may have dropped some
+    /// that a sequence of this length would keep.
     ///
     /// # Panics
     /// If the layer group does not exist.
     pub fn used(&self, group: usize) -> i32 {
-        self.groups[group].window.map_or(self.length, |window| window.held(self.length))
+        let LayerGroup { window, dropped } = &self.groups[group];
+        let kept = window.map_or(self.length, |window| window.held(self.length));
+        kept.min(self.length - dropped)
     }
 
     /// Returns whether `n` more positions fit; false for a negative `n`.

@@ -509,6 +509,10 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.storage.update_recurrent(layer, plan, buffers, work)
     }
 
+    fn expect_program(&mut self) {
+        self.storage.expect_program();
+    }
+
     fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
         let group = self.storage.group(layer)?;
         let Some(plan) = self.book.plans().get(group) else {

@@ -224,6 +224,10 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         self.storage.update_and_fetch(layer, k, v, plan)
     }
 
+    fn expect_program(&mut self) {
+        self.storage.expect_program();
+    }
+
     fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
         let group = self.storage.group(layer)?;
         let Some(plan) = self.plans.get(group) else {

@@ -164,7 +164,7 @@ pub trait Cache: Send {
     /// Creates a checkpoint of the only sequence at `position` and returns its position. If the sequence can still be
     /// rewound there, it is created at once, otherwise when a step reaches the position. With recurrent layers the
     /// position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is no room, the least
-    /// useful checkpoint is dropped. Returns 0, which is always reachable, if no checkpoint is needed.
+    /// useful checkpoint is dropped. Returns 0, which is always reachable, if the cache allows no checkpoints.
     ///
     /// A checkpoint is dropped together with the text before it.
     ///
@@ -466,6 +466,11 @@ pub trait AttendCache: Cache {
         k: &<Self::Store as Store>::Tensor,
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
+
+    /// Compares the values of the next step with its keys in each layer with
+    /// [`values_in_keys`](crate::LayerConfig::values_in_keys), and refuses values that are not in the keys. Called when
+    /// a program is loaded.
+    fn expect_program(&mut self) {}
 
     /// Passes the stored rows and anchors that a recurrent layer reads in the step to `work`, and writes the rows and
     /// anchors that `work` returns. `work` also computes the layer's outputs.

@@ -60,6 +60,8 @@ pub struct Storage<S: Store> {
     formats: [KvFormat; 2],
     /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
+    /// The layers whose config says that values are in keys, and where a program has not shown it yet.
+    unproved: Vec<usize>,
     /// The span of the open step.
     step: Span,
     /// The error that left the contents of the buffers unknown; `None` once they are cleared.
@@ -96,6 +98,7 @@ impl<S: Store> Storage<S> {
             shared,
             formats,
             awaits,
+            unproved: Vec::new(),
             step: Span::none(),
             poisoned: None,
         })
@@ -280,10 +283,12 @@ impl<S: Store> Storage<S> {
         let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
-        let v = (!target.values_in_keys).then_some(v);
+        let (in_keys, dim) = (target.values_in_keys, target.v_head_dim);
         if progress != Progress::Done {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
+            self.prove(layer, k, v, dim)?;
+            let v = (!in_keys).then_some(v);
             // The values must be watched: hidden rows have weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
@@ -298,6 +303,33 @@ impl<S: Store> Storage<S> {
             "a layer"
         );
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
+    }
+
+    /// Compares the values that a program passes next with the keys, in each layer whose values are in keys. A wrong
+    /// config would change the program's results.
+    pub fn expect_program(&mut self) {
+        let layers = self.config.layers.iter().enumerate();
+        self.unproved.clear();
+        self.unproved.extend(layers.filter(|(_, of)| of.values_in_keys).map(|(layer, _)| layer));
+    }
+
+    fn prove(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor, dim: i32) -> Result<()> {
+        let Some(place) = self.unproved.iter().position(|&unproved| unproved == layer) else {
+            return Ok(());
+        };
+        if S::shape(k)[2] == 0 {
+            // No rows prove nothing.
+            return Ok(());
+        }
+        if !S::begins_with(k, v)? {
+            fail!(
+                Shape,
+                "values of layer {layer} are not the first {dim} elements of its keys, as `values_in_keys` of the \
+                 cache's config says; make the config from the program's metadata, or without `values_in_keys`"
+            );
+        }
+        self.unproved.swap_remove(place);
+        Ok(())
     }
 
     /// Counts a layer's new rows as written, and returns their slots, which are allocated. Returns `None` for a layer

@@ -216,9 +216,15 @@ pub enum Weights {
     Int8,
     Int8Float16,
     Int8Float32,
+    Int8Float16Biased,
+    Int8Float32Biased,
+    Int8Nested,
     Int4,
     Int4Float16,
     Int4Float32,
+    Int4Float16Biased,
+    Int4Float32Biased,
+    Int4Nested,
 }
 
 /// What each product of experts has: one value for both in JSON, or a pair.
@@ -298,10 +304,14 @@ impl Payload {
                 check_scale(scan.scale)?;
             }
             Self::RoutedExperts(call) => {
+                for (weights, group) in call.weights.0.into_iter().zip(call.group_size.0) {
+                    weights.check_group(group)?;
+                }
                 check_inputs(&call.inputs, &[5, 6])?;
                 call.experts().check()?;
             }
             Self::Linear(call) => {
+                call.weights.check_group(call.group_size)?;
                 call.linear().check()?;
                 if call.inputs.len() != 1 + 2 * call.rows.len() {
                     fail!(
@@ -316,12 +326,23 @@ impl Payload {
                 check_inputs(&call.inputs, &biases)?;
             }
             Self::Embedding(call) => {
+                call.weights.check_group(call.group_size)?;
                 call.embedding().check()?;
                 check_inputs(&call.inputs.map(Some), &[])?;
             }
             Self::SelectRows(_) | Self::SelectByCapacity(_) => {}
         }
         Ok(payload)
+    }
+}
+
+impl Weights {
+    /// Refuses groups of weights that have no scales.
+    fn check_group(self, group: usize) -> Result<()> {
+        if matches!(self, Self::Float32 | Self::Bfloat16) && group != 0 {
+            fail!(Program, "group size: expected 0 for weights in floats, got {group}");
+        }
+        Ok(())
     }
 }
 

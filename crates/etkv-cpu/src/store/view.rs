@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use etkv_core::error::fail;
 use etkv_core::{KvFormat, Result};
 
 use crate::memory::Memory;
@@ -102,10 +103,14 @@ impl View {
     /// Returns all rows in float32, `[n_kv_heads, len, head_dim]`.
     ///
     /// # Errors
-    /// None. The function returns a `Result` for compatibility.
+    /// [`Backend`](etkv_core::Status::Backend) if there is too little memory.
     pub fn dequantized(&self) -> Result<Vec<f32>> {
         let codec = Codec::of(self.format);
-        let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
+        let (mut rows, n) = (Vec::new(), self.n_kv_heads * self.n_slots * self.head_dim);
+        if rows.try_reserve_exact(n).is_err() {
+            fail!(Backend, "out of memory: {n} elements of rows; free memory");
+        }
+        rows.resize(n, 0.0);
         // Codecs decode whole groups, and the view may end within a group.
         let mut stored = vec![0.0; self.stored_dim];
         for (at, row) in rows.chunks_exact_mut(self.head_dim.max(1)).enumerate() {

@@ -73,6 +73,7 @@ impl<S: Store> Storage<S> {
         made.unsettled = true;
         made.settle();
         (made.formats, made.awaits) = contents.target;
+        made.unproved.clone_from(&self.unproved);
         Ok(made)
     }
 

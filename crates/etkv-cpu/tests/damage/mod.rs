@@ -1,0 +1,39 @@
+//! Payloads with random damage.
+
+use etkv_core::Result;
+
+const PAYLOADS: usize = 20_000;
+
+const NUMBERS: [&str; 12] =
+    ["0", "1", "2", "3", "4", "16", "17", "32", "1048576", "-1", "1e9", "null"];
+
+/// Passes damaged copies of `payload` to `run`: words are removed, replaced and repeated, and numbers changed. Some must
+/// run, and most must be refused.
+pub fn check(payload: &str, mut run: impl FnMut(&str) -> Result<()>) {
+    let words: Vec<&str> = payload.split_inclusive([' ', ',', ':']).collect();
+    let mut state = 7u64;
+    let mut below = |n: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n
+    };
+    let mut ran = 0;
+    for _ in 0..PAYLOADS {
+        let mut text: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+        for _ in 0..=below(2) {
+            let at = below(text.len());
+            match below(4) {
+                0 => drop(text.remove(at)),
+                1 => text[at] = words[below(words.len())].to_owned(),
+                2 => {
+                    let end = text[at].trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+                    text[at] = format!("{}{end}", NUMBERS[below(NUMBERS.len())]);
+                }
+                _ => text.insert(at, words[below(words.len())].to_owned()),
+            }
+        }
+        ran += usize::from(run(&text.concat()).is_ok());
+    }
+    let refused = PAYLOADS - ran;
+    assert!(ran > 100 && refused > 1000, "{ran} ran, {refused} were refused");
+}
