@@ -1,4 +1,4 @@
-//! Benchmarks find MLX's library in the same folder as the build.
+//! Sets run paths, so that benchmarks load the MLX that they were built against.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -78,7 +78,7 @@ def make(model: Packed) -> None:
         repeating_model.write(model.shape, source)
     program = model.folder / "model.pte"
     command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(source), "--dtype", "bfloat16"]
-    # Rounding to bfloat16 alone changes the logits of such weights by more than the check allows.
+    # With such weights, rounding to bfloat16 alone changes logits by more than the check allows.
     command += ["--max-context", str(repeating_model.POSITIONS), "--no-verify"]
     command += ["--output", str(program), *(["--quantize", model.quantize] if model.quantize else [])]
     subprocess.run(command, check=True)

@@ -24,7 +24,6 @@ def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Load the delegate, and return the function that runs one case.
 
     The function takes ``{"case": fields of a Case, "passes": name}`` and returns the fields of an
-    The function takes ``{"case": fields of a Case, "passes": name}`` and returns the fields of an
     :class:`.outcomes.Outcome` except the case.
     """
     warnings.simplefilter("ignore")

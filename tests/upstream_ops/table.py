@@ -23,7 +23,7 @@ ELSEWHERE = {
     "IdCopy": "mod.rs",
     "Noop": "mod.rs",
 }
-"""Operations that are not exactly one instruction, so that the table of instructions lacks them."""
+"""Operations that are not exactly one instruction, which is why the table of instructions lacks them."""
 
 _HEAD = """# Operations
 
