@@ -292,7 +292,7 @@ def _formatting(text: str, arguments: Iterable[Any], sizes: Iterable[int]) -> No
     for spec in _SPEC.findall(text):
         _budget().take(_SLOW)
         if "{" in spec[1:]:
-            raise EtkvError("a format has a format within it")
+            raise EtkvError("a format contains another format")
         widths = [int(digits[-20:]) for digits in _DIGITS.findall(spec)]
         if "*" in spec:
             widths += numbers
@@ -348,7 +348,7 @@ def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_
     elif name in ("sort", "unique", "groupby", "min", "max", "sum", "dictsort", "striptags", "wordcount"):
         _budget().take((length or _whole(value)) * (_SLOW if length else 1))
     if name == "sum" and any(not isinstance(argument, (int, float, str)) for argument in arguments[1:]):
-        raise EtkvError("the filter sum begins with a number")
+        raise EtkvError("the filter sum needs a number as its start")
     if any(isinstance(argument, str) and len(argument) > _MAX_NAME for argument in arguments) and name in _BY_NAME:
         raise EtkvError(f"the filter {name} takes a name of {longest} characters, the maximum is {_MAX_NAME}")
 
@@ -416,7 +416,7 @@ def called(environment: Environment) -> Callable[..., Any]:
         arguments = [*args, *(value for key, value in named.items() if key not in ("_loop_vars", "_block_vars"))]
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:
-            raise EtkvError(f"it calls {name} of a {type(bound).__name__}, which is not known here")
+            raise EtkvError(f"it calls {name} of a {type(bound).__name__}, which a template may not call")
         sizes = [] if isinstance(function, Macro) else [_whole(argument) for argument in arguments]
         if isinstance(bound, str):
             _budget().take(len(bound))

@@ -50,7 +50,7 @@ class Activation:
     def __post_init__(self) -> None:
         """Raise :class:`ValueError` for an ``alpha`` that the activation does not use."""
         if self.alpha != 1.0 and not (self.gated and self.name == "silu"):
-            raise ValueError(f"alpha is {self.alpha}, and only gated experts with silu have one other than 1")
+            raise ValueError(f"alpha is {self.alpha}, expected 1 except for gated experts with silu")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the activations of ``x`` ``[..., n]``. With a gate, the first half of ``x`` is the gate."""

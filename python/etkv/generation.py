@@ -90,7 +90,7 @@ def generate_tokens(
     the declaration of the next step.
     """
     if not isinstance(program, Program):
-        raise EtkvError(f"program is {type(program).__name__}, expected what etkv.load returns")
+        raise EtkvError(f"program is {type(program).__name__}, expected an etkv.Program from etkv.load")
     if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
     ids = id_list(prompt)

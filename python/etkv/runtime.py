@@ -496,11 +496,11 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
         except (TypeError, ValueError) as error:
             raise EtkvError(f"{name} is {_short(values)}, expected 64-bit integers: {first_line(error)}") from error
     if tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
+        raise EtkvError(f"{name} is a {tensor.layout} tensor on {tensor.device}, expected a dense tensor in memory")
     if tensor.numel() == 0:
         raise EtkvError(f"{name} is empty, expected at least one token")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise EtkvError(f"{name} has dtype {tensor.dtype}, expected an integer one")
+        raise EtkvError(f"{name} has dtype {tensor.dtype}, expected an integer dtype")
     return tensor.to(torch.int64).contiguous()
 
 

@@ -169,7 +169,7 @@ class Tokenizer:
         try:
             text = self._rendered(messages, {"add_generation_prompt": add_generation_prompt, **variables})
         except Exception as error:
-            raise EtkvError(f"the chat template does not take these messages: {first_line(error)}") from error
+            raise EtkvError(f"the chat template cannot render this conversation: {first_line(error)}") from error
         # The template has written the special tokens.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -317,7 +317,7 @@ def _copy(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _eos_token_ids(folder: Path) -> list[int] | None:
     """Return ``eos_token_id`` of generation_config.json, an id or a list of ids, as a list; None if it has none.
 
-    Raises :class:`EtkvError` if the file cannot be read, or if the value is neither.
+    Raises :class:`EtkvError` if the file cannot be read, or if the value is neither an id nor a list of ids.
     """
     path = folder / _GENERATION_CONFIG
     if not path.is_file():

@@ -195,7 +195,7 @@ def test_a_program_that_is_closed_ends_its_answers(llama):
 def test_arguments_in_another_order_are_refused(loaded, tokenizer):
     with pytest.raises(etkv.EtkvError, match=r"tokenizer is Program, expected an etkv\.Tokenizer"):
         etkv.generate(tokenizer, loaded, "Hello")
-    with pytest.raises(etkv.EtkvError, match=r"program is Tokenizer, expected what etkv\.load returns"):
+    with pytest.raises(etkv.EtkvError, match=r"program is Tokenizer, expected an etkv\.Program from etkv\.load"):
         etkv.generate_tokens(tokenizer, PROMPT)
 
 
@@ -247,7 +247,7 @@ def test_text(llama, tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{written}<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == "user\nHi\nassistant\n"
     assert ids == etkv.Tokenizer(tokenizer.hf).apply_chat_template(QUESTION, add_generation_prompt=True)
-    with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
+    with pytest.raises(etkv.EtkvError, match="the chat template cannot render this conversation"):
         tokenizer.apply_chat_template([3])
 
 
@@ -500,7 +500,7 @@ def test_a_chat_goes_on_after_a_refused_or_failed_turn(llama, loaded, tokenizer,
 def test_messages_that_the_template_refuses_are_dropped(loaded, tokenizer):
     chat = etkv.Chat(loaded, tokenizer)
     chat.messages.append(3)
-    with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
+    with pytest.raises(etkv.EtkvError, match="the chat template cannot render this conversation"):
         list(chat.send_message("Hi"))
     assert chat.messages == [3]
 

@@ -125,7 +125,7 @@ def test_unknown_keys_are_refused(opened, key):
         ("adapter.type", "lora", "is an adapter, not a model: it has adapter.type"),
         (".attention.key_length", 8, "but its queries have heads of 16 elements"),
         (".embedding_length", 32, "but its embedding has rows of 64 elements"),
-        (".attention.value_length", 8, r"and llama\.attention\.key_length is 16; both must be equal"),
+        (".attention.value_length", 8, r"but llama\.attention\.key_length is 16; both must be equal"),
         (".rope.dimension_count", 8, "this architecture rotates exactly 16 elements"),
         (".rope.scaling.type", "ntk", "the exporter supports none, linear, yarn and longrope"),
         (".rope.scaling.type", "longrope", "and no rope_factors_short.weight"),

@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "bitsandbytes layout": (
         BNB,
         lambda: packers.llm_int8(*SHAPE)[0] | {"weight_format": torch.tensor(2, dtype=torch.uint8)},
-        f"weight {LAYER}.weight has the layout 2, expected 0, row by row",
+        f"weight {LAYER}.weight has the layout 2, expected 0 (row by row)",
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},

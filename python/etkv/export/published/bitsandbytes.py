@@ -47,7 +47,7 @@ class BitsAndBytes(Format):
             # Other layouts are for specific GPUs, and have other numbers.
             if "format" in parts and int(parts["format"].read()) != 0:
                 raise settings.refuse(
-                    f"weight {name} has the layout {int(parts['format'].read())}, expected 0, row by row"
+                    f"weight {name} has the layout {int(parts['format'].read())}, expected 0 (row by row)"
                 )
             settings.check(codes, ("int8",), codes.shape)
             settings.check(scale, ("float32",), codes.shape[:1])
