@@ -11,7 +11,8 @@ mod tests;
 /// The version of payloads that this build reads.
 const VERSION: u32 = 1;
 
-/// The most calls of a forward: more than any model has, and few enough for a flag for each.
+/// The maximum number of calls of a forward. It exceeds that of any model, and limits the memory for a flag
+/// for each call.
 const MAX_CALLS: usize = 1 << 16;
 
 /// The payload of a call.
@@ -38,22 +39,22 @@ pub enum Payload {
     Embedding(EmbeddingCall),
 }
 
-/// What the calls of a forward have in common.
+/// The fields that all calls of a forward have.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct LayerCall {
     version: u32,
     /// A name that all calls of a program share. Programs of the same graph have the same name.
     pub program: String,
-    /// The number of this call among those of a forward, from 0.
+    /// The index of this call in a forward, from 0.
     pub call: usize,
     /// The number of calls of a forward.
     pub n_calls: usize,
-    /// The number of attention layers of the cache that the calls use, from 0.
+    /// The number of attention layers that the calls use. They are the first ones of the cache.
     pub n_layers: usize,
-    /// The number of recurrent layers of the cache that the calls use, from 0.
+    /// The number of recurrent layers that the calls use. They are the first ones of the cache.
     #[serde(default)]
     pub n_recurrent: usize,
-    /// The layer of the cache, among those of attention or among the recurrent ones.
+    /// The index of the layer, among the attention layers or among the recurrent layers.
     pub layer: usize,
     /// Whether the program has a call that selects rows, computes all rows or computes the last row only.
     pub logits: Logits,
@@ -64,23 +65,24 @@ pub struct LayerCall {
 pub struct Attend {
     #[serde(flatten)]
     pub call: LayerCall,
-    /// The factor of the scores.
+    /// The factor by which scores are multiplied.
     pub scale: f32,
-    /// The inputs that are the queries, keys, values and positions. Two may be the same.
+    /// The indices of the inputs that are queries, keys, values and positions. Two may be the same.
     pub inputs: [usize; 4],
 }
 
-/// Attention with sinks or a softcap over a layer of the cache. It has an op of its own, so that no earlier build
-/// takes it for one without.
+/// Attention with sinks or a softcap over a layer of the cache. It is a separate op, so that an earlier build
+/// refuses it instead of ignoring these.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct AttendSinks {
     #[serde(flatten)]
     pub call: LayerCall,
-    /// The factor of the scores.
+    /// The factor by which scores are multiplied.
     pub scale: f32,
-    /// The bound of the scaled scores.
+    /// The softcap of the scaled scores.
     pub softcap: Option<f32>,
-    /// The inputs that are the queries, keys, values, positions and sinks. Only the sinks may be absent.
+    /// The indices of the inputs that are queries, keys, values, positions and sinks. Only the sinks may be
+    /// absent.
     pub inputs: [Option<usize>; 5],
 }
 
@@ -89,16 +91,16 @@ pub struct AttendSinks {
 pub struct Convolve {
     #[serde(flatten)]
     pub call: LayerCall,
-    /// What is applied to the sums.
+    /// The activation of the sums.
     pub activation: Activation,
     pub channels: usize,
-    /// The positions that a token reads, with its own.
+    /// The number of positions that a token reads, including its own.
     pub width: usize,
-    /// The inputs that are the columns, the weights, the bias and the positions. Only the bias may be absent.
+    /// The indices of the inputs that are columns, weights, bias and positions. Only the bias may be absent.
     pub inputs: [Option<usize>; 4],
 }
 
-/// What is applied to the sums of a convolution.
+/// The activation of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
@@ -111,18 +113,18 @@ pub enum Activation {
 pub struct Scan {
     #[serde(flatten)]
     pub call: LayerCall,
-    /// The factor of the outputs.
+    /// The factor by which outputs are multiplied.
     pub scale: f32,
-    /// Heads of the queries and keys.
+    /// The number of heads of queries and keys.
     pub k_heads: usize,
-    /// Heads of the values.
+    /// The number of heads of values.
     pub heads: usize,
     pub k_dim: usize,
     pub v_dim: usize,
-    /// Whether each channel of a key has a decay of its own.
+    /// Whether each channel of a key has a separate decay.
     pub channel_decay: bool,
-    /// The inputs that are the queries, keys, values, log decays, write strengths and positions. Only the
-    /// write strengths may be absent.
+    /// The indices of the inputs that are queries, keys, values, log decays, write strengths and positions.
+    /// Only the write strengths may be absent.
     pub inputs: [Option<usize>; 6],
 }
 
@@ -130,7 +132,7 @@ pub struct Scan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Logits {
-    /// The rows that are selected at load.
+    /// The rows that the load option selects.
     Selected,
     /// One row for each token.
     All,
@@ -148,31 +150,31 @@ pub struct SelectRows {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SelectByCapacity {
     version: u32,
-    /// The largest capacity that the first tensor is for.
+    /// The largest capacity for which the first tensor is used.
     pub limit: i32,
 }
 
-/// The experts of a layer, of which a router chooses some for each token.
+/// The experts of a layer. A router chooses some of them for each token.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RoutedExperts {
     version: u32,
     pub n_experts: usize,
-    /// Elements of a hidden state.
+    /// The elements of a hidden state.
     pub hidden: usize,
-    /// Elements between the two products.
+    /// The elements between the two products.
     pub intermediate: usize,
     pub weights: OfProducts<Weights>,
-    /// The weights of a row that share a scale; 0 in floats.
+    /// The number of weights of a row that share a scale, or 0 for floats.
     pub group_size: OfProducts<usize>,
-    /// What is computed between the products.
+    /// The activation between the products.
     pub activation: Between,
     pub gated: bool,
     pub alpha: f32,
-    /// Absent where nothing is clamped.
+    /// Absent if nothing is clamped.
     pub limit: Option<f32>,
     pub offset: f32,
-    /// The inputs that are the hidden states, the experts of each token, the factors of their outputs, the weights
-    /// of both products and their biases. Only the biases may be absent.
+    /// The indices of the inputs that are hidden states, experts of each token, factors of their outputs,
+    /// weights of both products and their biases. Only the biases may be absent.
     pub inputs: [Option<usize>; 7],
 }
 
@@ -180,14 +182,15 @@ pub struct RoutedExperts {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct LinearCall {
     version: u32,
-    /// Elements of an input.
+    /// The elements of an input row.
     pub columns: usize,
     pub weights: Weights,
-    /// The weights of a row that share a scale; 0 in floats.
+    /// The number of weights of a row that share a scale, or 0 for floats.
     pub group_size: usize,
-    /// The rows of each matrix: the elements of its outputs.
+    /// The number of rows of each matrix, which is the number of its outputs.
     pub rows: Vec<usize>,
-    /// The inputs that are the elements, and for each matrix its weights and its bias. Only biases may be absent.
+    /// The indices of the inputs that are the rows and, for each matrix, its weights and its bias. Only
+    /// biases may be absent.
     pub inputs: Vec<Option<usize>>,
 }
 
@@ -197,22 +200,22 @@ pub struct EmbeddingCall {
     version: u32,
     /// The size of the vocabulary.
     pub rows: usize,
-    /// Elements of a row.
+    /// The elements of a row.
     pub width: usize,
     pub weights: Weights,
-    /// The weights of a row that share a scale; 0 in floats.
+    /// The number of weights of a row that share a scale, or 0 for floats.
     pub group_size: usize,
-    /// The inputs that are the ids and the weights.
+    /// The indices of the inputs that are ids and weights.
     pub inputs: [usize; 2],
 }
 
-/// How packed weights are stored.
+/// The storage format of packed weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
     Float32,
     Bfloat16,
-    /// Scales of integers are in bfloat16, unless the name tells another type.
+    /// The scales of integers are bfloat16, unless the name includes another type.
     Int8,
     Int8Float16,
     Int8Float32,
@@ -242,7 +245,7 @@ impl<'de, T: Copy + DeserializeOwned> Deserialize<'de> for OfProducts<T> {
     }
 }
 
-/// What is computed between the products of experts.
+/// The activation between the products of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Between {
@@ -257,7 +260,7 @@ impl Payload {
     /// Reads a payload.
     ///
     /// # Errors
-    /// [`Program`](Status::Program) for bytes that are no payload, and [`Version`](Status::Version) for a
+    /// [`Program`](Status::Program) for bytes that are not a payload, and [`Version`](Status::Version) for a
     /// payload of another version.
     pub fn read(bytes: &[u8]) -> Result<Self> {
         let payload: Self = serde_json::from_slice(bytes).map_err(|error| {
@@ -361,12 +364,12 @@ impl LayerCall {
     }
 }
 
-/// Returns the number of tensors that a call with these inputs takes.
+/// Returns the number of tensors of a call with these inputs.
 pub fn n_inputs(inputs: &[Option<usize>]) -> usize {
     inputs.iter().flatten().max().map_or(0, |last| last + 1)
 }
 
-/// Refuses inputs that no exporter writes. Only those at `optional` may be absent.
+/// Refuses invalid inputs. Only those at `optional` may be absent.
 fn check_inputs(inputs: &[Option<usize>], optional: &[usize]) -> Result<()> {
     let named: Vec<usize> = inputs.iter().flatten().copied().collect();
     if named.iter().any(|&input| input >= inputs.len()) {
