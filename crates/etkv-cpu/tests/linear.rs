@@ -91,12 +91,12 @@ fn products_of_one_input() {
     assert_eq!(host.memory[1][17..35], [&[0.5; 17][..], &[0.0]].concat());
 }
 
-/// The name of a format tells the type of its scales, and so the size of its weights.
+/// The name of a format determines the type of the scales, and with it the size of the weights.
 #[test]
 fn scales_of_integers() {
     let payload = r#"{"op": "linear", "columns": 32, "weights": "int4", "group_size": 32, "rows": [16],
         "version": 1, "inputs": [0, 1, null]}"#;
-    // Codes of 9 are ones.
+    // The value of code 9 is 1.
     let codes = [0x99u8; 16 * 16];
     let mut x = [0.0; 32];
     x[5] = 127.0;
@@ -111,7 +111,7 @@ fn scales_of_integers() {
         let mut host = Outputs::default();
         call.execute(&inputs, &[FLOAT], &mut host, &Serial).map(|()| host.memory[0][0] / 127.0)
     };
-    // 0x3555 is a third in float16, and something else in bfloat16.
+    // 0x3555 is about 1/3 in float16, but another number in bfloat16.
     let third = f32::from_bits(0x3eaa_a000);
     assert_eq!(run("int4_float16", [0x55, 0x35].repeat(16)).unwrap(), third);
     assert_eq!(run("int4", [0xaa, 0x3e].repeat(16)).unwrap(), f32::from_bits(0x3eaa_0000));

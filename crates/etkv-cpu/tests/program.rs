@@ -95,14 +95,14 @@ fn a_failed_forward_changes_nothing() {
     check(&mut method, refused, Status::Position, "the positions of the forward's first layer");
 }
 
-/// A config says that the values of the second layer are in its keys, and those of the program are not.
+/// The config declares that the values of the second layer are in its keys, but those of the program are not.
 #[test]
 fn a_wrong_config_is_refused() {
     let mut config = CacheConfig::uniform(2, 1, DIM as i32, 8).stored_as(KvFormat::F32);
     config.layers[1].values_in_keys = true;
     let session = Session::new(builders(), CPU_BACKEND, ContiguousCache::KIND, config).unwrap();
     let mut method = Method::load("wrong config", session.key());
-    // A step of no tokens proves nothing.
+    // A step without tokens cannot show the difference.
     let _ = method.forward(&[]);
     for _ in 0..2 {
         let error = method.forward(&[0, 1]).unwrap_err();

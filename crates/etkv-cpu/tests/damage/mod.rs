@@ -7,8 +7,8 @@ const PAYLOADS: usize = 20_000;
 const NUMBERS: [&str; 12] =
     ["0", "1", "2", "3", "4", "16", "17", "32", "1048576", "-1", "1e9", "null"];
 
-/// Passes damaged copies of `payload` to `run`: words are removed, replaced and repeated, and numbers changed. Some must
-/// run, and most must be refused.
+/// Passes damaged copies of `payload` to `run`: words are removed, replaced or repeated, and numbers are
+/// changed. Some copies must run, and most must be refused.
 pub fn check(payload: &str, mut run: impl FnMut(&str) -> Result<()>) {
     let words: Vec<&str> = payload.split_inclusive([' ', ',', ':']).collect();
     let mut state = 7u64;
