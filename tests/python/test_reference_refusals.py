@@ -226,7 +226,7 @@ REFUSED = [
     ("tree", ONE, run_frontier, lambda c: c.commit([0, 2]), INVALID, "node 2 .* after 0, but its parent is -1"),
     ("tree", ONE, at(2), lambda c: c.commit([]), INVALID, "carries no tree"),
     # Formats.
-    ("contiguous", LATER, at(5), lambda c: forward(c, range(5, 9)), CAPACITY, "9 positions in f16, the most is 8: qu"),
+    ("contiguous", LATER, at(5), lambda c: forward(c, range(5, 9)), CAPACITY, "9 positions in f16, the maximum is 8"),
     ("contiguous", LATER, at(3), lambda c: c.convert("f16", "mxfp8"), INVALID, "layer 0: values: mxfp8 .* of 32, got"),
 ]
 

@@ -237,7 +237,7 @@ class ReferenceCache(ABC):
         """Refuses more positions in float formats than the memory estimate includes."""
         most = min(max(self.config.quantized_kv_start - 1, 0) + self._max_step_tokens, self.capacity)
         if self._awaits_quantization and length > most:
-            told = f"{length} positions in {self.formats[0]}, the most is {most}"
+            told = f"{length} positions in {self.formats[0]}, the maximum is {most}"
             raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
     def _check_values(self, layer: int, stored_as: Format, stored: Tensor, given: Tensor) -> None:

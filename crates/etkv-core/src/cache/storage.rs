@@ -169,7 +169,7 @@ impl<S: Store> Storage<S> {
         }
         fail!(
             Capacity,
-            "a step of {n_tokens} tokens would store {after} positions in {}, the most is {most}: \
+            "a step of {n_tokens} tokens would store {after} positions in {}, the maximum is {most}: \
              quantized_kv_start - 1, and max_step_tokens {}; take smaller steps",
             self.config.float_format,
             self.config.max_step_tokens

@@ -245,7 +245,7 @@ pub fn at_capacity_is_the_maximum_memory<B: Backend>() {
         let mut cache = ContiguousCache::<B::Store>::new(config)?;
         let error = cache.begin(&(0..50).collect::<Vec<_>>()).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
-        assert!(error.message().contains("50 positions in f16, the most is 49"), "{error}");
+        assert!(error.message().contains("50 positions in f16, the maximum is 49"), "{error}");
         let (mut most, mut length) = (0, 0);
         for n in [9, 40, 40, 500, 411] {
             let positions: Vec<i32> = (length..length + n).collect();

@@ -39,7 +39,7 @@ impl CellsBookkeeping {
     }
 
     /// Returns the kinds of layers that drop positions, for messages.
-    fn forgetful(&self) -> &'static str {
+    fn dropping_layers(&self) -> &'static str {
         match (&self.recurrent, self.groups.len()) {
             (None, _) => "window",
             (Some(_), 1) => "recurrent",
@@ -107,7 +107,7 @@ impl CellsBookkeeping {
                 Position,
                 "sequence {target} would continue at {end}, but the {} layers have dropped \
                  positions that a query there sees; it can continue at {least} or later{}",
-                self.forgetful(),
+                self.dropping_layers(),
                 match self.checkpoints.below(source, end).filter(|_| begins) {
                     None => String::new(),
                     Some(kept) => format!(", or at {}", kept.position),
@@ -173,7 +173,7 @@ impl CellsBookkeeping {
                         Position,
                         "sequence {sequence} would continue at {next}, but the {} layers have dropped \
                          positions that a query there sees; it can continue at {least} or later{}",
-                        self.forgetful(),
+                        self.dropping_layers(),
                         match self.reachable(sequence, next)? {
                             0 => String::new(),
                             kept => format!(", or at {kept}"),
@@ -219,7 +219,7 @@ impl CellsBookkeeping {
         if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
             fail!(
                 Position,
-                "cannot rewind to length {length}: position {before} was removed; {} is the least \
+                "cannot rewind to length {length}: position {before} was removed; {} is the minimum \
                  length, and 0 removes all",
                 self.rewindable_to(sequence)?
             );

@@ -143,7 +143,7 @@ impl<S: Store> Storage<S> {
         if length > most {
             fail!(
                 Capacity,
-                "the cache would hold {length} positions in {}, the most is {most}: quantized_kv_start - 1, \
+                "the cache would hold {length} positions in {}, the maximum is {most}: quantized_kv_start - 1, \
                  and max_step_tokens {}",
                 self.config.float_format,
                 self.config.max_step_tokens
