@@ -37,7 +37,9 @@ def hf(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["mlx", "cpu"])
 def program(request, hf, tmp_path_factory):
-    """Return the path of the model's program for each backend. The export compares it with the model for both sets."""
+    """Return the path of the model's program for each backend. The export compares it with the model for both sets of
+    frequencies.
+    """
     output = tmp_path_factory.mktemp(request.param) / "model.pte"
     return export_program(ExportRequest(hf, output, backend=request.param, prefill_chunk=LIMIT, verify=True))
 

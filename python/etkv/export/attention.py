@@ -85,8 +85,8 @@ class _CausalMask:
         return f"chunks of {self.chunk}" if self.chunk else f"a window of {self.window}"
 
     def __getitem__(self, rows: object) -> _CausalMask:
-        """Return the mask itself: the slices of :func:`etkv.export.forward.kept_rows` contain all tokens in a
-        survey.
+        """Return the mask itself. In a survey, the slices of :func:`etkv.export.forward.kept_rows` contain all
+        tokens.
         """
         return self
 

@@ -25,7 +25,7 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
     for module in model.modules():
         if hasattr(module, "recomposition_frequencies") and _takes_the_first(module):
             module.recomposition_frequencies = _of_text
-    # A list, because a module that gets two sets changes its class.
+    # The loop runs over a list, because it changes the class of some modules.
     for module in list(model.modules()):
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):

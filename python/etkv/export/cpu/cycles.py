@@ -55,7 +55,7 @@ def _cycle(graph: torch.fx.Graph) -> set[Any]:
 def _levels(graph: torch.fx.Graph, parts: set[Any]) -> dict[torch.fx.Node, int]:
     """Return for each node of ``parts`` its level: the maximum number of changes between ``parts`` on a path to it."""
     levels: dict[torch.fx.Node, int] = {}
-    # For each node: the level of its longest paths, and the last parts on these paths.
+    # For each node: the maximum number of changes on a path to it, and the last parts of the paths with that number.
     ends: dict[torch.fx.Node, tuple[int, set[Any]]] = {}
     for node in graph.nodes:
         part, ways = _part(node), [ends[given] for given in node.all_input_nodes]
