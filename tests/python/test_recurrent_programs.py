@@ -321,7 +321,8 @@ def test_trees_are_lossless(model):
     with model.session(TreeSession) as session, model.load(session) as program:
         given.append(int(run(program, given, 0, prompt)[-1].argmax()))
         while len(given) < prompt + count:
-            # The root is the next id. The chain below it is right up to some length, and each node has wrong siblings.
+            # The root is the next id. The chain below it equals the answer up to some length, and each node has
+            # siblings with other ids.
             position = len(given) - 1
             depth, right = numbers.randint(1, 6), numbers.randint(0, 6)
             tokens, parents, chain = [given[-1]], [-1], 0
