@@ -128,7 +128,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns whether steps have a mask for a layer group. x
+    /// Returns whether steps have a mask for a layer group.
     pub(crate) fn is_masked(&self, group: usize) -> bool {
         self.masked.get(group).copied().unwrap_or(false)
     }
