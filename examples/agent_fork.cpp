@@ -410,11 +410,9 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_agent_fork",
-      "Asks several things of one long context: read once, forked into a "
-      "branch\n"
-      "for each, decoded together. The branch that the model is surest of is "
-      "kept,\n"
-      "and asked once more.\n");
+      "Asks several questions about one long context, which is read once and\n"
+      "forked into a branch for each. The branches are decoded together. The\n"
+      "branch with the most probable answer is kept and asked again.\n");
   ForkOptions more;
   runner.arguments().text(
       "--context", "FILE", "the text that all branches share", &more.context);
@@ -437,8 +435,8 @@ int main(int argc, char** argv) {
   runner.require([&]() -> etkv::Result<void> {
     if (more.context && more.context_tokens) {
       return refuse(
-          "--context-tokens is the length of a context that is made up, and "
-          "--context names one");
+          "--context-tokens is the length of a generated context, and "
+          "--context names a file");
     }
     // The trunk counts as a sequence of the cache.
     constexpr size_t kMax = kSequences - 1;

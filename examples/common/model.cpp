@@ -110,7 +110,7 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
     return refuse(
         path +
         " does not report the context length that it was exported for: "
-        "--capacity has to say how many positions the cache may hold");
+        "set the maximum positions of the cache with --capacity");
   }
   const int64_t capacity = options.capacity.value_or(most);
   if (most > 0 && capacity > most) {

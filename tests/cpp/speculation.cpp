@@ -48,7 +48,7 @@ void ngrams() {
   const auto grow = [](const Ids& text, int64_t depth, int64_t width) {
     return NgramDraft::grow(text, {depth, width, 64});
   };
-  // 9 1 came after 7 8. A single id is no match.
+  // The ids 9 1 followed 7 8. A single id is no match.
   CHECK(grow({7, 8, 9, 1, 7, 8}, 2, 1).tokens == (Ids{8, 9, 1}));
   CHECK(grow({7, 8, 9, 1, 8}, 2, 1).tokens == (Ids{8}));
   CHECK(grow({7}, 3, 3).tokens == (Ids{7}));

@@ -184,7 +184,7 @@ impl Delegate {
         if self.poisoned {
             return outcome(Err(Error::new(
                 Status::Internal,
-                "an earlier call of the program failed by a defect; load the program again",
+                "an earlier call of the program failed because of a defect; load the program again",
             )));
         }
         let result = catch_unwind(AssertUnwindSafe(|| work(self))).unwrap_or_else(|panic| {
@@ -308,7 +308,7 @@ impl Parallel for SharedThreads<'_> {
         if parts.panicked.into_inner() {
             #[allow(clippy::panic)] // Continues the panic of a part.
             {
-                panic!("a part of the work failed by a defect");
+                panic!("a part of the work failed because of a defect");
             }
         }
     }

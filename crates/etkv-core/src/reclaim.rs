@@ -83,7 +83,7 @@ fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
     // This may be the last owner, so the reclaimer must be dropped inside the scope too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
-        error!(target: TARGET, "a reclaimer of the memory budget failed by a defect");
+        error!(target: TARGET, "a reclaimer of the memory budget failed because of a defect");
         0
     })
 }

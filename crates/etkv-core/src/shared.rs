@@ -202,7 +202,7 @@ impl<C: ?Sized> Shared<C> {
         let Some(cache) = self.wait()? else {
             fail!(
                 Internal,
-                "the cache is poisoned: a call on it failed by a defect; it can only be freed"
+                "the cache is poisoned: a call on it failed because of a defect; it can only be freed"
             )
         };
         self.0.holder.store(thread, Ordering::Relaxed);
@@ -257,7 +257,7 @@ impl<C: ?Sized> Drop for SharedGuard<'_, C> {
         if !self.unwinding && std::thread::panicking() {
             tracing::error!(
                 target: crate::watch::TARGET,
-                "the cache is poisoned: a call on it failed by a defect"
+                "the cache is poisoned: a call on it failed because of a defect"
             );
         }
         // The lock is released after this store.

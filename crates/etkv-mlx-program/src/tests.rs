@@ -253,7 +253,7 @@ fn a_slot_is_one_input() {
     let twice = program(vec![(INT, 0), (INT, 0)]);
     assert_eq!(refusal(&twice), "value 0 is named by two inputs");
     let past = program(vec![(INT, 2)]);
-    assert_eq!(refusal(&past), "value 2 is an input, the program has 2");
+    assert_eq!(refusal(&past), "value 2 is an input, and the program has 2");
 }
 
 #[test]

@@ -174,7 +174,7 @@ impl Forward {
             Err(_) => {
                 fail!(
                     Internal,
-                    "an earlier call of the program failed by a defect; load the program again"
+                    "an earlier call of the program failed because of a defect; load the program again"
                 )
             }
         }

@@ -234,7 +234,7 @@ impl Program {
         let kinds =
             [(RequestedOutputs::Logits, true), (RequestedOutputs::ArgmaxIds, self.chooses())];
         if text == 0 {
-            debug!(target: TARGET, "no trees are captured, because no text is");
+            debug!(target: TARGET, "no trees are captured, because no text was captured");
             return Ok(());
         }
         for tokens in 2..=TREE {

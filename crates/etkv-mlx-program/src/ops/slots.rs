@@ -118,7 +118,7 @@ impl Slots {
     /// Assigns a new value to a slot.
     pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
         if tid.idx() >= self.counts.all {
-            fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.counts.all);
+            fail!(Program, "the program writes tensor {}, and has {}", tid.idx(), self.counts.all);
         }
         let value = self.new_value();
         self.held.tensors.insert(tid.idx(), value);
@@ -128,7 +128,7 @@ impl Slots {
     /// Assigns a new value to an integer slot.
     pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
         if vid.idx() >= self.counts.ints {
-            fail!(Program, "value {} is written, the program has {}", vid.idx(), self.counts.ints);
+            fail!(Program, "the program writes value {}, and has {}", vid.idx(), self.counts.ints);
         }
         Ok(Out::Int(self.bind_int(vid.idx())))
     }
@@ -136,7 +136,7 @@ impl Slots {
     /// Assigns a new value to the integer slot of an input.
     pub fn input_int(&mut self, slot: u32) -> Result<IntValue> {
         if slot >= self.counts.ints {
-            fail!(Program, "value {slot} is an input, the program has {}", self.counts.ints);
+            fail!(Program, "value {slot} is an input, and the program has {}", self.counts.ints);
         }
         Ok(self.bind_int(slot))
     }
@@ -145,7 +145,7 @@ impl Slots {
     pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
         let value = self.read(from)?;
         if to.idx() >= self.counts.all {
-            fail!(Program, "tensor {} is written, the program has {}", to.idx(), self.counts.all);
+            fail!(Program, "the program writes tensor {}, and has {}", to.idx(), self.counts.all);
         }
         self.held.tensors.insert(to.idx(), value);
         Ok(())

@@ -43,7 +43,7 @@ impl Generation {
             // again.
             match self.run_ahead(&mut *cache, &coming) {
                 Ok(next) => self.ahead = next,
-                Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
+                Err(error) => debug!(target: TARGET, %error, "cannot enqueue the next step"),
             }
         }
         if coming.unread {
@@ -103,7 +103,7 @@ impl Generation {
                 Ok(PendingTokens { unread, ..ahead })
             }
             Ok(false) => {
-                debug!(target: TARGET, "a step that ran ahead runs again");
+                debug!(target: TARGET, "an enqueued step was rolled back and runs again");
                 release(ahead.chosen);
                 self.again(cache, ahead.answers)
             }

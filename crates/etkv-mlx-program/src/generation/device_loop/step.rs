@@ -149,7 +149,7 @@ pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
     if rows < n {
         fail!(
             Unsupported,
-            "the program gives logits of {rows} of {n} tokens; load it with logits=all or proposed, and \
+            "the program returns logits of {rows} of {n} tokens; load it with logits=all or proposed, and \
              export it without `--logits last`"
         );
     }

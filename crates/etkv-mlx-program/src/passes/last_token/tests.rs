@@ -170,7 +170,7 @@ fn rows_are_dropped_at_attention_in_the_graph() {
 
 #[test]
 fn attention_of_other_queries_stays_whole() {
-    // Queries that come from a weight, such as learned ones, are not one for each token.
+    // Queries from a weight, such as learned queries, do not have one row per token.
     let queries = Op::Transpose { x: WEIGHT, perm: vec![0, 2, 1, 3] };
     let mut graph = attended_in_graph(queries);
     narrow(&mut graph, true).unwrap();
