@@ -37,17 +37,17 @@ impl KernelCache {
         let (shared, runs) = (folder.join("published"), folder.join("processes"));
         make_private(&shared)?;
         make_private(&runs)?;
-        let place = place();
+        let prefix = process_prefix();
         for entry in fs::read_dir(&runs)?.flatten() {
             // Only processes of this machine and container can be checked.
             let name = entry.file_name();
-            let process = name.to_str().and_then(|name| name.strip_prefix(&place));
+            let process = name.to_str().and_then(|name| name.strip_prefix(&prefix));
             if process.is_some_and(|process| !is_alive(process)) {
                 // Another process may remove the same folder.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
-        let own = runs.join(format!("{place}{}", std::process::id()));
+        let own = runs.join(format!("{prefix}{}", std::process::id()));
         let _ = fs::remove_dir_all(&own);
         make_private(&own)?;
         let cache = Self { shared, own };
@@ -104,8 +104,8 @@ fn make_private(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// Returns a name that distinguishes the processes of this machine and container from others that share the folder.
-fn place() -> String {
+/// Returns a prefix of folder names that distinguishes processes of this machine and container from others.
+fn process_prefix() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     let digits = |text: &str| text.chars().filter(char::is_ascii_alphanumeric).collect::<String>();
@@ -208,7 +208,8 @@ mod tests {
     fn folders_of_processes_that_are_gone_are_removed() {
         let root = Root::new("gone");
         let cache = KernelCache::open(&root.0, "gpu").unwrap();
-        let named = |process: &str| cache.own().with_file_name(format!("{}{process}", place()));
+        let named =
+            |process: &str| cache.own().with_file_name(format!("{}{process}", process_prefix()));
         let gone = named("4294967295");
         fs::create_dir_all(&gone).unwrap();
         // The folder of a process that runs: process 1.

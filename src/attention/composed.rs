@@ -19,12 +19,12 @@ pub fn by_products(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -
     let rows = scaled(q, scoring.scale)?.reshape(&[1, heads, group * t, q.dim(3)])?;
     let scores = spec.k.scores(&rows)?;
     let scores = scores.reshape(&[1, heads, group, t, n])?;
-    let Weights { p, kept } = weigh(scores, &spec.mask, scoring)?;
+    let Weights { p, key_share } = weigh(scores, &spec.mask, scoring)?;
     let p = p.reshape(&[1, heads, group * t, n])?;
     let out = spec.v.weighted(&cast(&p, rows.dtype())?)?;
     let out = out.reshape(&[1, heads * group, t, spec.v.head_dim()])?;
-    Ok(match kept {
-        Some(kept) => out.multiply(kept.reshape(&[1, heads * group, t, 1])?)?,
+    Ok(match key_share {
+        Some(key_share) => out.multiply(key_share.reshape(&[1, heads * group, t, 1])?)?,
         None => out,
     })
 }
@@ -85,11 +85,11 @@ fn block(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Resu
     let rows = scaled(q, scoring.scale)?.reshape(&[1, heads, group * t, q.dim(3)])?;
     let scores = matmul(&rows, k.transpose_axes(&[0, 1, 3, 2])?)?;
     let scores = scores.reshape(&[1, heads, group, t, n])?;
-    let Weights { p, kept } = weigh(scores, mask, scoring)?;
+    let Weights { p, key_share } = weigh(scores, mask, scoring)?;
     let p = p.reshape(&[1, heads, group * t, n])?;
     let out = matmul(cast(&p, rows.dtype())?, v)?.reshape(&[1, n_heads, t, v.dim(3)])?;
-    Ok(match kept {
-        Some(kept) => out.multiply(kept.reshape(&[1, n_heads, t, 1])?)?,
+    Ok(match key_share {
+        Some(key_share) => out.multiply(key_share.reshape(&[1, n_heads, t, 1])?)?,
         None => out,
     })
 }
@@ -106,14 +106,14 @@ struct Weights {
     p: Array,
     /// If there are sinks: the share of each row's weight that the keys keep, `[1, n_kv_heads, group, T, 1]` in
     /// float32.
-    kept: Option<Array>,
+    key_share: Option<Array>,
 }
 
 /// Computes the weights of scores, `[1, n_kv_heads, group, T, L]`.
 fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     if scoring.is_plain() {
         let p = softmax_axis(masked(&scores, mask)?, -1, true)?;
-        return Ok(Weights { p, kept: None });
+        return Ok(Weights { p, key_share: None });
     }
     let (heads, group) = (scores.dim(1), scores.dim(2));
     let mut logits = cast(&scores, Dtype::Float32)?;
@@ -123,7 +123,7 @@ fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     }
     let logits = masked(&logits, mask)?;
     let p = softmax_axis(&logits, -1, true)?;
-    let kept = match scoring.sinks {
+    let key_share = match scoring.sinks {
         Some(sinks) => {
             let sinks = cast(sinks, Dtype::Float32)?.reshape(&[1, heads, group, 1, 1])?;
             // The share of the keys: their sum of e^score, divided by that sum plus e^sink.
@@ -131,7 +131,7 @@ fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
         }
         None => None,
     };
-    Ok(Weights { p, kept })
+    Ok(Weights { p, key_share })
 }
 
 /// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the lowest finite value for hidden keys, as in MLX's own

@@ -129,7 +129,7 @@ pub fn compile_masked() -> Result<()> {
     for template in plain {
         let counters = kernels.next_counters()?;
         let masked = Template { mask: 2, ..template };
-        kernels.compiled.get(masked, |template| tried(template, &counters));
+        kernels.compiled.get(masked, |template| compile_and_run(template, &counters));
     }
     Ok(())
 }
@@ -286,7 +286,7 @@ impl Template {
 impl Kernels {
     fn attend(&mut self, rows: [&Array; 3], mask: &Mask, call: &Call) -> Result<Option<Array>> {
         let counters = self.next_counters()?;
-        match self.compiled.get(call.template, |template| tried(template, &counters)) {
+        match self.compiled.get(call.template, |template| compile_and_run(template, &counters)) {
             Some(kernel) => launch(kernel, rows, mask, &counters, call).map(Some),
             None => Ok(None),
         }
@@ -309,7 +309,7 @@ impl Kernels {
 }
 
 /// Compiles a kernel and runs it over one key.
-fn tried(template: &Template, counters: &Array) -> Result<Option<Kernel>> {
+fn compile_and_run(template: &Template, counters: &Array) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };

@@ -9,7 +9,7 @@ use super::raw::Kernel;
 use super::{header, source, CompiledKernels};
 use crate::error::Result;
 
-/// The kernels of one header. Used under the lock of MLX only.
+/// The kernels of one header. Used only under the lock of MLX.
 pub struct TextKernels {
     /// The name and the text of the header.
     header: (&'static str, &'static str),
@@ -51,7 +51,7 @@ impl TextKernels {
         let make = |call: &String| {
             let header = header(file, text)?;
             let kernel = Kernel::new(name, &names, &results, &source(call)?, &header, 0)?;
-            // Only a run shows whether it can be compiled.
+            // Whether a kernel compiles is only known after a run.
             eval(&run(&kernel)?)?;
             Ok(Some(kernel))
         };

@@ -32,7 +32,7 @@ pub fn non_finite(arrays: &[&Array]) -> Result<Option<Array>> {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
-    match kernels.get_or_insert_default().get(arrays[0].dtype(), tried) {
+    match kernels.get_or_insert_default().get(arrays[0].dtype(), compile_and_run) {
         Some(kernel) => launch(kernel, arrays).map(Some),
         None => Ok(None),
     }
@@ -60,7 +60,7 @@ fn launch(kernel: &Kernel, arrays: &[&Array]) -> Result<Array> {
 }
 
 /// Compiles a kernel and runs it over one element.
-fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
+fn compile_and_run(dtype: &Dtype) -> Result<Option<Kernel>> {
     let Some((name, _)) = element(*dtype) else {
         return Ok(None);
     };

@@ -160,11 +160,11 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(unrotated) = unrotated else {
         return Ok(None);
     };
-    let form = kept(forms, call.form, call.template.dtype)?;
+    let form = form_array(forms, call.form, call.template.dtype)?;
     let how = FormArrays { form: &form, unrotated };
     let compile = |template: &Template| {
-        let plain = kept(forms, PLAIN, template.dtype)?;
-        tried(template, FormArrays { form: &plain, unrotated })
+        let plain = form_array(forms, PLAIN, template.dtype)?;
+        compile_and_run(template, FormArrays { form: &plain, unrotated })
     };
     match compiled.get(call.template, compile) {
         Some(kernel) => call.launch(kernel, product, how).map(Some),
@@ -273,7 +273,7 @@ impl Rotation<'_> {
 
 /// Returns the array that describes a form to the kernel. MLX passes numbers to a kernel only as shapes of arrays, so
 /// the shape of this array is these numbers. The array broadcasts a single element, which the kernel does not read.
-fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Result<Array> {
+fn form_array(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Result<Array> {
     let same = |(known, its, _): &&(Form, Dtype, Array)| (*known, *its) == (form, dtype);
     if let Some((.., array)) = forms.iter().find(same) {
         return Ok(array.clone());
@@ -349,7 +349,7 @@ impl Template {
 }
 
 /// Compiles a kernel and runs it over two rows.
-fn tried(template: &Template, how: FormArrays) -> Result<Option<Kernel>> {
+fn compile_and_run(template: &Template, how: FormArrays) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };

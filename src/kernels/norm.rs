@@ -15,7 +15,7 @@ use crate::error::{Error, Result, Status};
 
 /// The maximum number of threads of a block.
 const MAX_THREADS: i32 = 256;
-/// The number of elements that a thread of a shorter block reads.
+/// The number of elements that a thread reads, unless the row would need more than `MAX_THREADS` threads.
 const ELEMENTS: i32 = 4;
 const WARP: i32 = 32;
 
@@ -81,8 +81,8 @@ impl Launch {
         Some(Self { elements, rows, block })
     }
 
-    /// Returns the text of the kernel's own function. The number of a row is made of its indices along all axes
-    /// but the last.
+    /// Returns the text of the kernel's own function. It computes the offset of a row from the row's indices along all
+    /// axes except the last.
     fn text(&self, call: &Norm) -> Result<String> {
         let ([x, weight, out], last) = (self.elements, call.x.ndim() - 1);
         let (has_weight, has_scale) = (call.weight.is_some(), call.scale.is_some());
@@ -138,7 +138,7 @@ mod tests {
             let scale = Array::from_f32(0.75);
             let weight = normal::<f32>(&[inner], None, None, None)?;
             let wide = normal::<f32>(&[1, 5, 3, 2 * inner], None, None, None)?.as_dtype(dtype)?;
-            // Rows that are parts of longer ones, and in another order.
+            // Rows that are parts of longer rows, in another order.
             let views = mlx::slice_axis(&wide, 3, inner, 2 * inner, 1)?;
             for x in [views.clone(), views.transpose_axes(&[0, 2, 1, 3])?] {
                 for (weight, scale) in [(Some(&weight), None), (None, Some(&scale)), (None, None)] {

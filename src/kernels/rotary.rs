@@ -31,7 +31,7 @@ pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Ar
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
-    match kernels.get_or_insert_default().get(x.dtype(), tried) {
+    match kernels.get_or_insert_default().get(x.dtype(), compile_and_run) {
         Some(kernel) => launch(kernel, [x, positions, periods], threads).map(Some),
         None => Ok(None),
     }
@@ -61,7 +61,7 @@ fn launch(kernel: &Kernel, inputs: [&Array; 3], threads: i32) -> Result<Array> {
 }
 
 /// Compiles a kernel and runs it over one token.
-fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
+fn compile_and_run(dtype: &Dtype) -> Result<Option<Kernel>> {
     let Some((name, _)) = element(*dtype) else {
         return Ok(None);
     };

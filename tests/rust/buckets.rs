@@ -346,12 +346,12 @@ const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
 #[test]
 #[ignore = "other tests run it in separate processes"]
 fn a_process_stores_and_loads() {
-    let place = std::env::var(STORE).unwrap();
+    let address = std::env::var(STORE).unwrap();
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let rng = &mut Rng::new(u64::from(std::process::id()));
     // There is room for a dozen files.
-    let store = open_place(&place, 400_000);
+    let store = open_store(&address, 400_000);
     while Instant::now() < until {
         let (shape, text) = (TextShape::of(rng.next_u64() % 6), some_text(rng));
         if rng.chance(0.5) {
@@ -362,20 +362,20 @@ fn a_process_stores_and_loads() {
     }
 }
 
-fn open_place(place: &str, max_bytes: u64) -> PrefixStore {
-    match place.contains("://") {
-        true => PrefixStore::open(Path::new(place), max_bytes).unwrap(),
+fn open_store(address: &str, max_bytes: u64) -> PrefixStore {
+    match address.contains("://") {
+        true => PrefixStore::open(Path::new(address), max_bytes).unwrap(),
         false => {
-            let files = LocalFileSystem::new_with_prefix(place).unwrap();
+            let files = LocalFileSystem::new_with_prefix(address).unwrap();
             PrefixStore::in_bucket(Arc::new(files), PREFIX, max_bytes).unwrap()
         }
     }
 }
 
-fn start(place: &str, seconds: f64) -> Child {
+fn start(address: &str, seconds: f64) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "a_process_stores_and_loads", "--ignored", "--nocapture"])
-        .env(STORE, place)
+        .env(STORE, address)
         .env(SECONDS, seconds.to_string())
         .stdout(std::process::Stdio::null())
         .spawn()
@@ -383,25 +383,25 @@ fn start(place: &str, seconds: f64) -> Child {
 }
 
 /// Returns buckets that other processes can open.
-fn shared_places() -> Vec<(Bucket, String)> {
+fn shared_buckets() -> Vec<(Bucket, String)> {
     let all = buckets().into_iter().filter(|bucket| bucket.name != "memory");
     all.map(|bucket| {
         let local = || bucket.folder.path().to_str().unwrap().to_owned();
-        let place = bucket.address.clone().unwrap_or_else(local);
-        (bucket, place)
+        let address = bucket.address.clone().unwrap_or_else(local);
+        (bucket, address)
     })
     .collect()
 }
 
 #[test]
 fn processes_share_a_bucket() {
-    for (bucket, place) in shared_places() {
+    for (bucket, address) in shared_buckets() {
         let seconds = if bucket.is_slow() { 8.0 } else { 3.0 * runs(1) as f64 };
-        let processes = [(); 2].map(|()| start(&place, seconds));
+        let processes = [(); 2].map(|()| start(&address, seconds));
         for mut process in processes {
             assert!(process.wait().unwrap().success(), "{}", bucket.name);
         }
-        let (n, bytes) = open_place(&place, u64::MAX).usage().unwrap();
+        let (n, bytes) = open_store(&address, u64::MAX).usage().unwrap();
         assert!(n > 0 && bytes <= 400_000 + 100_000, "{n} files of {bytes} bytes");
     }
 }
@@ -409,16 +409,16 @@ fn processes_share_a_bucket() {
 /// A process that is killed while it stores a text leaves only complete objects.
 #[test]
 fn a_killed_process_leaves_whole_objects() {
-    for (bucket, place) in shared_places() {
+    for (bucket, address) in shared_buckets() {
         let n_kills = if bucket.is_slow() { 10 } else { 20 * runs(1) };
         let rng = &mut Rng::new(3);
         for _ in 0..n_kills {
-            let mut process = start(&place, 30.0);
+            let mut process = start(&address, 30.0);
             std::thread::sleep(Duration::from_millis(60 + rng.below(300) as u64));
             process.kill().unwrap();
             process.wait().unwrap();
         }
-        let store = open_place(&place, u64::MAX);
+        let store = open_store(&address, u64::MAX);
         let mut found = 0;
         for seed in 0..60 {
             let (shape, text) = (TextShape::of(seed % 6), some_text(&mut Rng::new(seed)));

@@ -257,12 +257,12 @@ impl FromStr for KvFormat {
         let affine = || {
             let sizes = name.strip_prefix("affine")?;
             let (bits, group) = sizes.split_once('g').unwrap_or((sizes, "32"));
-            // A format has one name: numbers without a sign and without zeros before them.
+            // Each format has a single name, so numbers must have neither a sign nor leading zeros.
             let number = |text: &str| text.parse().ok().filter(|n: &u8| n.to_string() == text);
             Some(Self::Affine { bits: number(bits)?, group: number(group)? })
         };
         let named = NAMED.iter().find(|(_, known)| *known == name).map(|(format, _)| *format);
-        // A head_dim of 128 is a multiple of every group, so only the name is checked here.
+        // A head_dim of 128 is a multiple of every group, so this checks only the bits and the group.
         match named.or_else(affine).filter(|format| format.check(128).is_ok()) {
             Some(format) => Ok(format),
             None => {

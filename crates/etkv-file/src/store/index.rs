@@ -84,7 +84,7 @@ struct IndexedFile {
     /// A number that differs if another file has the same name.
     identity: u64,
     /// The group and the text, or `None` if the file cannot be used.
-    place: Option<(Group, Arc<[i64]>)>,
+    text: Option<(Group, Arc<[i64]>)>,
 }
 
 impl Index {
@@ -105,7 +105,7 @@ impl Index {
     pub fn add(&mut self, file: &StoredFile, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
         let StoredFile { name, identity, .. } = file;
         self.remove(name);
-        let mut place = None;
+        let mut text = None;
         if let Some((header, tokens)) = beginning {
             let group = group_of_file(header)?;
             let all = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
@@ -121,9 +121,9 @@ impl Index {
             let entry = Entry { what: name.clone(), reach, capacity };
             let tokens: Arc<[i64]> = tokens.into();
             self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
-            place = Some((group, tokens));
+            text = Some((group, tokens));
         }
-        self.files.insert(name.clone(), IndexedFile { identity: *identity, place });
+        self.files.insert(name.clone(), IndexedFile { identity: *identity, text });
         Ok(())
     }
 
@@ -131,12 +131,12 @@ impl Index {
     pub fn give_up(&mut self, name: &str) {
         if let Some(identity) = self.files.get(name).map(|known| known.identity) {
             self.remove(name);
-            self.files.insert(name.to_owned(), IndexedFile { identity, place: None });
+            self.files.insert(name.to_owned(), IndexedFile { identity, text: None });
         }
     }
 
     fn remove(&mut self, name: &str) {
-        let Some((group, tokens)) = self.files.remove(name).and_then(|known| known.place) else {
+        let Some((group, tokens)) = self.files.remove(name).and_then(|known| known.text) else {
             return;
         };
         let Some(texts) = self.groups.get_mut(&group) else { return };

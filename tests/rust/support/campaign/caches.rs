@@ -156,7 +156,7 @@ impl<B: Backend> Run<B> {
         let Ok(owners) = self.model.owners(1) else {
             return;
         };
-        // A tree refuses a token at any position.
+        // If a tree refuses the token, it does so at any position.
         let positions: Vec<i32> = (0..owners.len())
             .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
             .collect();

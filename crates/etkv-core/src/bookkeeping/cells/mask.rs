@@ -82,7 +82,7 @@ impl CellsBookkeeping {
         }
         // A single query's window is one run if the positions are in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        // A sequence that is a copy may end long before the window.
+        // A copied sequence may end long before the window begins.
         let hidden = (seen - held.first()?).min(held.count());
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }

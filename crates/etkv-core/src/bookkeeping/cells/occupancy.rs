@@ -17,13 +17,13 @@ impl Occupancy {
 
     /// Returns whether `cell` is taken.
     pub fn is_taken(&self, cell: i32) -> bool {
-        let (word, bit) = place(cell);
+        let (word, bit) = word_and_bit(cell);
         self.words.get(word).is_some_and(|bits| bits & bit != 0)
     }
 
     /// Takes a free cell.
     pub fn take(&mut self, cell: i32) {
-        let (word, bit) = place(cell);
+        let (word, bit) = word_and_bit(cell);
         if word >= self.words.len() {
             self.words.resize(word + 1, 0);
         }
@@ -37,7 +37,7 @@ impl Occupancy {
 
     /// Frees a taken cell.
     pub fn free(&mut self, cell: i32) {
-        let (word, bit) = place(cell);
+        let (word, bit) = word_and_bit(cell);
         debug_assert!(self.is_taken(cell), "cell {cell} is freed twice");
         self.words[word] &= !bit;
         self.taken -= 1;
@@ -61,7 +61,7 @@ impl Occupancy {
     }
 
     fn scan(&self, from: i32, wanted: impl Fn(u64) -> u64) -> Option<i32> {
-        let (first, bit) = place(from);
+        let (first, bit) = word_and_bit(from);
         // The bits from `from` on.
         let mut mask = !(bit - 1);
         for (index, &bits) in self.words.iter().enumerate().skip(first) {
@@ -75,7 +75,7 @@ impl Occupancy {
     }
 }
 
-fn place(cell: i32) -> (usize, u64) {
+fn word_and_bit(cell: i32) -> (usize, u64) {
     let cell = cell.max(0) as usize;
     (cell / 64, 1 << (cell % 64))
 }

@@ -88,7 +88,7 @@ impl<S: Store> OneSequence<'_, S> {
     }
 
     /// Returns the slots of the rows in the file: the first slots of each layer group.
-    fn as_given(&self, state: &CellsState) -> Result<Vec<Slots>> {
+    fn slots_in_file(&self, state: &CellsState) -> Result<Vec<Slots>> {
         // Checks the state alone, without the sequences of this cache.
         let alone = self.cache.book.with_state(state)?;
         let n = |group| alone.held_cells(group).len() as i32;
@@ -108,7 +108,7 @@ impl<S: Store> SaveCache for OneSequence<'_, S> {
 
     fn planes(&self, snapshot: &Snapshot) -> Result<Vec<PlaneRows>> {
         let state = self.only_state(snapshot)?;
-        let held = self.as_given(&state)?;
+        let held = self.slots_in_file(&state)?;
         snapshot.check_joining(self.cache.config(), self.formats_with(snapshot))?;
         Ok(self.cache.storage.planes(snapshot.formats, &held))
     }
@@ -125,7 +125,7 @@ impl<S: Store> SaveCache for OneSequence<'_, S> {
         self.cache.settle_between_steps("load")?;
         self.check_free()?;
         let state = self.only_state(snapshot)?;
-        let held = self.as_given(&state)?;
+        let held = self.slots_in_file(&state)?;
         let formats = self.formats_with(snapshot);
         let cache = &mut *self.cache;
         snapshot.check_joining(cache.config(), formats)?;

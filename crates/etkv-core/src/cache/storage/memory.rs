@@ -78,7 +78,7 @@ impl<S: Store> Storage<S> {
     /// Reserves the memory of new buffers with these formats and slots, in addition to the existing ones.
     pub(super) fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
-            let made = self.made(layer, formats);
+            let made = self.slot_bytes(layer, formats);
             let of = |((slot, format), (extent, _)): ((u64, KvFormat), (Extent, u64))| {
                 if (extent.format, extent.slots) == (format, slots) {
                     0
@@ -92,7 +92,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Returns the bytes of a slot and the format of each of a layer's buffers, in a cache of these formats.
-    pub(super) fn made(
+    pub(super) fn slot_bytes(
         &self,
         layer: usize,
         formats: [KvFormat; 2],
@@ -127,7 +127,7 @@ impl<S: Store> Storage<S> {
     pub(super) fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {
-            let made = self.made(layer, formats);
+            let made = self.slot_bytes(layer, formats);
             for ((slot, format), (old, old_slot)) in made.zip(self.buffers(layer)) {
                 if old.format != format {
                     let bytes = |slots: i32, slot| i128::from(slots.max(0)) * i128::from(slot);

@@ -97,7 +97,7 @@ impl<'a> Builder<'a> {
             }
         }
         let Some(anchor) = anchor else {
-            return gone(base);
+            return missing_state(base);
         };
         self.give(members, base, anchor);
         let first = (base - self.state.window.lead).max(0);
@@ -209,7 +209,7 @@ impl<'a> Builder<'a> {
             anchor = anchor_at(self, base);
         }
         let Some(anchor) = anchor else {
-            return gone(base);
+            return missing_state(base);
         };
         let first = (base - self.state.window.lead).max(0);
         let row = |at: i32| {
@@ -305,6 +305,6 @@ impl<'a> Builder<'a> {
     }
 }
 
-fn gone<T>(position: i32) -> Result<T> {
-    fail!(Internal, "the state of the recurrent layers after {position} positions is gone")
+fn missing_state<T>(position: i32) -> Result<T> {
+    fail!(Internal, "the state of the recurrent layers after {position} positions is missing")
 }
