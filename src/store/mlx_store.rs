@@ -262,7 +262,8 @@ impl Store for MlxStore {
     fn begins_with(k: &Array, v: &Array) -> Result<bool> {
         let first = mlx::slice_axis(k, 3, 0, v.dim(3), 1)?;
         let equal = array_eq(&first, v, true).map_err(error::Error::from)?;
-        Ok(equal.try_item_exact::<bool>().map_err(error::Error::from)?)
+        eval([&equal]).map_err(error::Error::from)?;
+        Ok(equal.try_item_exact().is_ok_and(|equal: bool| equal))
     }
 
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[KvView; 2]> {
