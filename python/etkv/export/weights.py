@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = re.compile(
 _MASK = re.compile(r"(.*\.)?(attn|attention|self_attn|self_attention)\.bias")
 """Names of masks that were once buffers, and of biases."""
 
-_SETTINGS = ("quantization_config", "compression_config")
+_SETTINGS = ("quantization_config", "compression_config", "quantization")
 """The entries of a configuration with the settings of a quantization. The second name is that of older packages."""
 
 _NAMED = 3
@@ -83,6 +83,8 @@ def find_files(folder: Path) -> list[Path]:
             raise EtkvError(f"folder {folder} lacks {_few(absent)}, which its {checkpoint} lists")
     there = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
     there |= {name for name in _CHECKPOINTS if (folder / name).is_file()}
+    # mlx-lm writes an index beside a single file too.
+    there -= {name for name in there - read if name.endswith(".json") and _shards(folder / name) <= read}
     unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name) and not _COPIES.fullmatch(name))
     if unread:
         raise EtkvError(
@@ -156,6 +158,8 @@ def quantization(config: PreTrainedConfig) -> str | None:
     settings = _quantization_settings(config)
     if not settings:
         return None
+    if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
+        return "mlx"
     return str(settings.get("quant_method") or "by a method that it does not name")
 
 

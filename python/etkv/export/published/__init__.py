@@ -19,6 +19,7 @@ from etkv.export.published.compressed_tensors import CompressedTensors
 from etkv.export.published.format import Format
 from etkv.export.published.fp8 import Fp8
 from etkv.export.published.gptq import Gptq
+from etkv.export.published.mlx import Mlx
 from etkv.export.published.modelopt import ModelOpt
 from etkv.export.published.mxfp4 import Mxfp4
 from etkv.export.published.settings import REMEDY, Settings
@@ -35,6 +36,7 @@ METHODS: dict[str, type[Format]] = {
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
+    "mlx": Mlx,
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
 }
@@ -49,7 +51,7 @@ _OF_CACHES = re.compile(r".*\.(k|v|q|kv|prob)_(scale|zero_point|global_scale)")
 """Names of scales for storing keys and values in 8 bits."""
 
 
-_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "uint32")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def read(
     for name, own in parts.items():
         if name in plain:
             own["weight"] = plain.pop(name)
-        weights[name] = reader.weight(name, own)
+        weights |= reader.weights(name, own)
     of_activations = {name for name in plain if _OF_ACTIVATIONS.fullmatch(name)}
     of_caches = {name for name in plain if _OF_CACHES.fullmatch(name)} - of_activations
     plain = {name: stored for name, stored in plain.items() if name not in of_activations | of_caches}

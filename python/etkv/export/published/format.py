@@ -44,6 +44,13 @@ class Format(ABC):
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         """Return the name of the weight to which the tensor ``name`` belongs, and the part; None for other tensors."""
 
+    def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
+        """Return the weights from the parts of the weight ``name``, by the names that the model has for them.
+
+        Raises :class:`EtkvError` as :meth:`weight`.
+        """
+        return {name: self.weight(name, parts)}
+
     @abstractmethod
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         """Return the weight ``name`` from its parts. A tensor with the weight's own name is the part ``weight``.

@@ -20,6 +20,7 @@ _DTYPES = {
     "BF16": "bfloat16",
     "I64": "int64",
     "I32": "int32",
+    "U32": "uint32",
     "I16": "int16",
     "I8": "int8",
     "U8": "uint8",
@@ -40,6 +41,13 @@ class Stored:
     dtype: str
     read: Callable[[], torch.Tensor]
     """Returns the values."""
+    read_one: Callable[[int], torch.Tensor] | None = None
+    """Returns the values at an index of the first axis, without reading the others. None in torch's format."""
+
+    def one(self, index: int) -> Stored:
+        """Return the part of this tensor at an index of its first axis."""
+        read = (lambda: self.read()[index]) if self.read_one is None else partial(self.read_one, index)
+        return Stored(f"{self.name}[{index}]", self.shape[1:], self.dtype, read)
 
     @property
     def is_float(self) -> bool:
@@ -71,7 +79,9 @@ def _of_safetensors(file: Path) -> dict[str, Stored]:
         dtype = _DTYPES.get(header.get_dtype())
         if dtype is None:
             raise EtkvError(f"tensor {name} of {file} has the unsupported dtype {header.get_dtype()}")
-        found[name] = Stored(name, tuple(header.get_shape()), dtype, partial(tensors.get_tensor, name))
+        found[name] = Stored(
+            name, tuple(header.get_shape()), dtype, partial(tensors.get_tensor, name), header.__getitem__
+        )
     return found
 
 

@@ -1,0 +1,122 @@
+"""Folders of mlx-lm: integers with a scale and a bias for each group, or MLX's block floats.
+
+A matrix has its codes as a stream of bits in ``weight``, and ``scales`` beside it; integers have ``biases`` too. The
+matrices of all experts of a layer are one tensor of three axes under ``switch_mlp``. Settings of single layers stand
+beside those of the folder, under the names of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from etkv.export.published.format import Format, beside
+from etkv.export.published.packing import power_scales, unpack_fp4, unpack_words, words_of
+from etkv.export.published.settings import FLOATS, Settings
+from etkv.export.published.stored import Stored
+from etkv.export.published.weight import Decoded, Grouped, Groups, Weight
+
+METHOD = "mlx"
+"""The name of this method. Configurations of mlx-lm name none."""
+
+_MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+"""The name of a mode -> the usual size of a group, and the usual bits."""
+
+_EXPERTS = ".switch_mlp."
+"""What the names of experts have in place of ``.experts.N.``."""
+
+_OF_MIXTRAL = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "up_proj.weight": "w3.weight"}
+"""The names of products in mlx-lm -> those in the published folders of Mixtral and its relatives."""
+
+
+class Mlx(Format):
+    """Decodes the modes of MLX."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._folder = self._mode("quantization", settings.values)
+
+    def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
+
+        return beside(name, tensors, {".scales": "scales", ".biases": "biases"})
+
+    def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
+        if _EXPERTS not in name:
+            return {name: self.weight(name, parts)}
+        weights = self._settings.part(parts, name, "weight")
+        if any(len(part.shape) != 3 or part.shape[0] != weights.shape[0] for part in parts.values()):
+            raise self._settings.refuse(f"tensor {weights.name} is {weights.described()}, expected a matrix an expert")
+        block, _, product = name.rpartition(_EXPERTS)
+        if block.endswith(".block_sparse_moe"):
+            product = _OF_MIXTRAL.get(product, product)
+        return {
+            f"{block}.experts.{expert}.{product}": self._matrix(
+                name, {part: stored.one(expert) for part, stored in parts.items()}
+            )
+            for expert in range(weights.shape[0])
+        }
+
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
+        return self._matrix(name, parts)
+
+    def _mode(self, name: str, values: Mapping[str, Any]) -> tuple[str, int, int]:
+        """Return the mode, the size of a group and the bits that ``values`` name, the settings of ``name``."""
+        mode = values.get("mode", "affine")
+        if mode not in _MODES:
+            raise self._settings.refuse(f"mode of {name} is {mode!r}, but the exporter reads {', '.join(_MODES)}")
+        group_size, bits = (
+            values.get(key) or usual for key, usual in zip(("group_size", "bits"), _MODES[mode], strict=True)
+        )
+        known = [32, 64, 128] if mode == "affine" else [_MODES[mode][0]]
+        if group_size not in known:
+            raise self._settings.refuse(
+                f"group_size of {name} is {group_size!r}, expected {' or '.join(map(str, known))}"
+            )
+        known = [2, 3, 4, 5, 6, 8] if mode == "affine" else [_MODES[mode][1]]
+        if bits not in known:
+            raise self._settings.refuse(f"bits of {name} is {bits!r}, expected {' or '.join(map(str, known))}")
+        return mode, group_size, bits
+
+    def _matrix(self, name: str, parts: Mapping[str, Stored]) -> Weight:
+        settings = self._settings
+        path = name.removesuffix(".weight")
+        own = settings.values.get(path)
+        if own is False:
+            raise settings.refuse(f"weight {name} has scales, and the configuration says that it is not quantized")
+        mode, group_size, bits = self._mode(path, own) if isinstance(own, Mapping) else self._folder
+        codes, scales = (settings.part(parts, name, part) for part in ("weight", "scales"))
+        if len(codes.shape) != 2 or len(scales.shape) != 2:
+            raise settings.refuse(f"tensor {codes.name} is {codes.described()}, expected a matrix")
+        rows, groups = scales.shape
+        columns = groups * group_size
+        settings.check(codes, ("uint32",), (rows, words_of(columns, bits)))
+        if mode == "affine":
+            biases = settings.part(parts, name, "biases")
+            settings.check(scales, FLOATS, (rows, groups))
+            settings.check(biases, FLOATS, (rows, groups))
+            return Grouped(partial(_affine, codes, scales, biases, bits, columns))
+        if "biases" in parts:
+            raise settings.refuse(f"weight {name} has biases, and mode {mode} has none")
+        settings.check(scales, ("uint8",), (rows, groups))
+        return Decoded(partial(_floats, codes, scales, mode, columns))
+
+
+def _words(codes: Stored) -> torch.Tensor:
+    return codes.read().contiguous().view(torch.int32)
+
+
+def _affine(codes: Stored, scales: Stored, biases: Stored, bits: int, columns: int) -> Groups:
+    numbers = unpack_words(_words(codes), bits, columns)
+    return Groups(numbers, scales.read().float(), None, biases=biases.read().float())
+
+
+def _floats(codes: Stored, scales: Stored, mode: str, columns: int) -> torch.Tensor:
+    in_bytes = _words(codes).view(torch.uint8)
+    values = in_bytes.view(torch.float8_e4m3fn).float() if mode == "mxfp8" else unpack_fp4(in_bytes)
+    factors = scales.read()
+    of_groups = factors.view(torch.float8_e4m3fn).float() if mode == "nvfp4" else power_scales(factors)
+    groups: torch.Tensor = values[:, :columns].unflatten(1, (of_groups.shape[1], -1)) * of_groups.unsqueeze(2)
+    return groups.flatten(1)

@@ -1,0 +1,179 @@
+"""Folders of mlx-lm are read exactly, and their integers are kept in programs for MLX."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reference
+import test_kept_weights as kept
+from etkv.errors import EtkvError
+from etkv.export import source
+
+LINEARS = ("self_attn.", "mlp.", "embed_tokens", "lm_head")
+
+
+def _tensor(array: mx.array) -> torch.Tensor:
+    """Return a tensor with the elements of ``array``."""
+    if array.dtype == mx.bfloat16:
+        return torch.from_numpy(memoryview(array.astype(mx.float32)).__array__()).bfloat16()
+    return torch.frombuffer(
+        bytearray(memoryview(array)), dtype=getattr(torch, str(array.dtype).split(".")[-1])
+    ).reshape(array.shape)
+
+
+def _quantize(weight: torch.Tensor, **how) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the parts of a quantized matrix, or of all experts, and its values."""
+    codes, scales, *biases = mx.quantize(mx.array(weight.numpy()), **how)
+    values = mx.dequantize(codes, scales, *biases, **how, dtype=mx.float32)
+    parts = {"weight": codes, "scales": scales, **({"biases": biases[0]} if biases else {})}
+    return {name: _tensor(part) for name, part in parts.items()}, _tensor(values)
+
+
+def _stack(loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under the names of mlx-lm: the matrices of all experts are one."""
+    of_experts: dict[str, list[torch.Tensor]] = {}
+    made = {}
+    for name, weight in loaded.items():
+        block, mark, rest = name.partition(".experts.")
+        if mark:
+            product = {"w1.weight": "gate_proj", "w2.weight": "down_proj", "w3.weight": "up_proj"}.get(
+                rest.partition(".")[2], rest.partition(".")[2].removesuffix(".weight")
+            )
+            of_experts.setdefault(f"{block}.switch_mlp.{product}.weight", []).append(weight)
+        else:
+            made[name] = weight
+    return made | {name: torch.stack(weights) for name, weights in of_experts.items()}
+
+
+def write(folder: Path, settings: dict, own: dict[str, dict | bool] | None = None) -> dict[str, torch.Tensor]:
+    """Quantize ``folder`` as mlx-lm does. ``own`` are settings of single layers. Return the values by name."""
+    own = own or {}
+    expected, tensors = {}, {}
+    for name, weight in _stack(load_file(folder / "model.safetensors")).items():
+        path = name.removesuffix(".weight")
+        if weight.dim() < 2 or not any(part in name for part in LINEARS) or own.get(path) is False:
+            expected[name] = tensors[name] = weight
+            continue
+        parts, expected[name] = _quantize(weight, **(own.get(path) or settings))
+        tensors |= {f"{path}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    whole = {**settings, **own}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization": whole, "quantization_config": whole}))
+    return expected
+
+
+def _read(folder: Path):
+    origin = source.find(folder)
+    return source.read_model(origin, source.read_config(origin), "float32")
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    return shutil.copytree(tiny("tiny-llama-untied"), tmp_path / "model")
+
+
+MODES = [{"group_size": size, "bits": bits, "mode": "affine"} for size, bits in [(32, 2), (64, 3), (64, 4), (32, 5)]]
+MODES += [{"group_size": size, "bits": bits, "mode": "affine"} for size, bits in [(64, 6), (32, 8)]]
+MODES += [{"group_size": 32, "bits": 4, "mode": "mxfp4"}, {"group_size": 16, "bits": 4, "mode": "nvfp4"}]
+MODES += [{"group_size": 32, "bits": 8, "mode": "mxfp8"}]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda one: "{mode}-{bits}".format(**one))
+def test_each_mode_is_decoded_as_mlx_does(folder, settings):
+    expected = write(folder, settings)
+    found = _read(folder).state_dict()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        # MLX may fuse the product and the sum.
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_have_settings_of_their_own(folder):
+    other = {"group_size": 32, "bits": 8, "mode": "affine"}
+    layer = "model.layers.1.mlp.down_proj"
+    own = {layer: other, "model.layers.0.self_attn.q_proj": False, "lm_head": {"group_size": 32, "bits": 6}}
+    expected = write(folder, {"group_size": 64, "bits": 4}, own)
+    found = _read(folder).state_dict()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_kept(folder, tmp_path, bits):
+    expected = write(folder, {"group_size": 32, "bits": bits, "mode": "affine"})
+    (tmp_path / "out").mkdir()
+    read, made = kept._packed(folder, tmp_path / "out", quantize=f"{bits}w")
+    assert made.repacked == 0
+    assert made.kept == len(read)
+    for name, values in read.items():
+        torch.testing.assert_close(values, expected[f"{name}.weight"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["tiny-qwen3-moe", "tiny-mixtral"])
+def test_experts_of_a_layer_are_one_tensor(tiny, tmp_path, family):
+    folder = shutil.copytree(tiny(family), tmp_path / "model")
+    plain = shutil.copytree(tiny(family), tmp_path / "plain")
+    expected = write(folder, {"group_size": 32, "bits": 4, "mode": "affine"})
+    # What is meant, under the names of the published folder.
+    original = load_file(plain / "model.safetensors")
+    for name in original:
+        block, mark, rest = name.partition(".experts.")
+        product = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        if mark:
+            expert, _, of = rest.removesuffix(".weight").partition(".")
+            original[name] = expected[f"{block}.switch_mlp.{product.get(of, of)}.weight"][int(expert)].clone()
+        else:
+            original[name] = expected[name]
+    save_file(original, plain / "model.safetensors", {"format": "pt"})
+    meant = _read(plain).state_dict()
+    for name, values in _read(folder).state_dict().items():
+        torch.testing.assert_close(values, meant[name], rtol=1e-6, atol=1e-6)
+    (tmp_path / "out").mkdir()
+    _, made = kept._packed(folder, tmp_path / "out", quantize="4w")
+    # Those of a product of all experts, and of each layer that is no expert.
+    assert made.repacked == 0
+    assert made.kept > 0
+
+
+def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
+    """Its model has settings of its own for routers, and an index lies beside its file."""
+    convert = importlib.import_module("mlx_lm.convert").convert
+    folder = tmp_path / "mlx"
+    convert(str(tiny("tiny-qwen3-moe")), str(folder), quantize=True, q_bits=4, q_group_size=32)
+    assert (folder / "model.safetensors.index.json").is_file()
+    ids = list(range(20, 40))
+    model = _read(folder)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0].numpy()
+    assert abs(found - reference.mlx_lm_logits(folder, ids)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"group_size": 64, "bits": 4, "mode": "fp5"}, "mode of quantization is 'fp5', but the exporter reads affine,"),
+        ({"group_size": 16, "bits": 4}, "group_size of quantization is 16, expected 32 or 64 or 128"),
+        ({"group_size": 64, "bits": 7}, "bits of quantization is 7, expected 2 or 3 or 4 or 5 or 6 or 8"),
+        ({"group_size": 64, "bits": 4, "mode": "mxfp4"}, "group_size of quantization is 64, expected 32"),
+        ({"group_size": 128, "bits": 4}, "expected uint32 "),
+        ({"group_size": 64, "bits": 4, "model.layers.0.self_attn.q_proj": False}, "says that it is not quantized"),
+        ({"group_size": 64, "bits": 4, "model.layers.0.self_attn.q_proj": {"bits": 8}}, "expected uint32 [64, 16]"),
+    ],
+)
+def test_settings_that_the_weights_lack(folder, settings, said):
+    write(folder, {"group_size": 64, "bits": 4})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(EtkvError) as caught:
+        _read(folder)
+    assert said in str(caught.value)
