@@ -75,8 +75,8 @@ class Tuner {
   /// Recent acceptance of first candidates, because a text may become harder
   /// from one token to the next.
   Rank late_;
-  /// The mean share of nodes that trees have, of those that their shape allows;
-  /// empty trees do not count.
+  /// The mean ratio of a tree's nodes to the maximum nodes of its shape, over
+  /// trees that are not empty.
   double filled_ = 1.0;
   /// Steps without a tree, steps with one, steps since the last tree, and steps
   /// since the last step without a tree.

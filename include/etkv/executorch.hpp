@@ -232,7 +232,7 @@ inline void release_outputs(
     const auto end = (start + tensor.nbytes()) / page * page;
     void* const pages = reinterpret_cast<void*>(first);
     if (first < end && is_zero(pages, end - first)) {
-      // Pages that are released read as zeros, as they did.
+      // Released pages read as zeros, as before.
       madvise(pages, end - first, MADV_DONTNEED);
     }
   }

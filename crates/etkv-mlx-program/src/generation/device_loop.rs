@@ -40,9 +40,9 @@ impl Generation {
     ///
     /// # Errors
     /// - [`Unsupported`](etkv::Status::Unsupported) for a program that is no language model.
-    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens, several
-    ///   prompts for one sequence, several with a program that was loaded for the last row of the logits, and
-    ///   options out of their range.
+    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens, two prompts for
+    ///   one sequence, several prompts for a program that returns only the last row of logits, and options out of
+    ///   range.
     pub fn new(
         program: &Program,
         prompts: Vec<Prompt>,

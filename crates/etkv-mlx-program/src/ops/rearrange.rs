@@ -95,7 +95,7 @@ pub fn note_reduced(chain: &mut Chain) {
                 Op::Call { function, .. } => reduced_by(function),
                 _ => None,
             };
-            // With a second reader, unknown axes are read.
+            // A second reader may read any axes.
             readers.entry(value).and_modify(|axes| *axes = None).or_insert(axes);
         }
     }
