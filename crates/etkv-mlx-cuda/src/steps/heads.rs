@@ -25,7 +25,7 @@ const SWAPPED: [i32; 4] = [0, 2, 1, 3];
 pub struct RowNorm {
     pub weight: Option<Value>,
     pub eps: f32,
-    pub made: Option<Dtype>,
+    pub out_dtype: Option<Dtype>,
 }
 
 /// The heads that a product computes for a layer: queries, keys and values.
@@ -66,8 +66,8 @@ impl HeadsProducts {
     pub fn of(graph: &Graph, positions: &[Value]) -> Self {
         let finder = Finder::new(graph, positions);
         let mut all = Self::default();
-        for made in &graph.main.instructions {
-            let &Op::UpdateAndAttend { q, k, v, layer, .. } = &made.op else {
+        for instruction in &graph.main.instructions {
+            let &Op::UpdateAndAttend { q, k, v, layer, .. } = &instruction.op else {
                 continue;
             };
             if let Some((product, heads, between)) = finder.heads([q, k, v], layer) {
@@ -113,8 +113,9 @@ struct Finder<'a> {
 
 impl<'a> Finder<'a> {
     fn new(graph: &'a Graph, positions: &'a [Value]) -> Self {
-        let made = graph.main.instructions.iter().enumerate();
-        let makers = made.flat_map(|(at, made)| made.out.tensors().map(move |value| (value, at)));
+        let instructions = graph.main.instructions.iter().enumerate();
+        let makers = instructions
+            .flat_map(|(at, instruction)| instruction.out.tensors().map(move |value| (value, at)));
         Self { graph, positions, makers: makers.collect(), readers: passes::only_readers(graph) }
     }
 
@@ -122,8 +123,8 @@ impl<'a> Finder<'a> {
     fn maker(&self, value: Value) -> Option<(usize, &'a Op, Out)> {
         self.readers.get(&value)?;
         let &index = self.makers.get(&value)?;
-        let made = &self.graph.main.instructions[index];
-        Some((index, &made.op, made.out))
+        let instruction = &self.graph.main.instructions[index];
+        Some((index, &instruction.op, instruction.out))
     }
 
     /// Returns the product that computes a layer's queries, keys and values, its heads, and the instructions
@@ -138,8 +139,10 @@ impl<'a> Finder<'a> {
             && v.norm.is_none()
             && v.rotation.is_none();
         fits.then_some(())?;
-        let made = &self.graph.main.instructions[q.split];
-        let (&Op::Split { x, axis, ref at, .. }, Out::Tensors(_, 3)) = (&made.op, made.out) else {
+        let instruction = &self.graph.main.instructions[q.split];
+        let (&Op::Split { x, axis, ref at, .. }, Out::Tensors(_, 3)) =
+            (&instruction.op, instruction.out)
+        else {
             return None;
         };
         let mut between: Vec<usize> = [q.between, k.between, v.between].concat();
@@ -211,7 +214,7 @@ impl<'a> Finder<'a> {
 
     /// Traces a value that attention reads back to the output of a split.
     fn trace(&self, mut value: Value) -> Option<PieceTrace> {
-        let (mut head_dim, mut norm, mut made, mut rotation) = (None, None, None, None);
+        let (mut head_dim, mut norm, mut out_dtype, mut rotation) = (None, None, None, None);
         let (mut rotated, mut is_swapped, mut between) = (None, false, Vec::new());
         loop {
             let (index, op, out) = self.maker(value)?;
@@ -234,12 +237,14 @@ impl<'a> Finder<'a> {
                     is_swapped = true;
                     x
                 }
-                Op::AsType { x, dtype } if norm.is_none() && made.is_none() && self.is_norm(x) => {
-                    made = Some(dtype);
+                Op::AsType { x, dtype }
+                    if norm.is_none() && out_dtype.is_none() && self.is_norm(x) =>
+                {
+                    out_dtype = Some(dtype);
                     x
                 }
                 Op::RmsNorm { x, weight, eps } if norm.is_none() && head_dim.is_none() => {
-                    norm = Some(RowNorm { weight, eps, made });
+                    norm = Some(RowNorm { weight, eps, out_dtype });
                     x
                 }
                 Op::Reshape { x, ref shape } if is_swapped && head_dim.is_none() => {

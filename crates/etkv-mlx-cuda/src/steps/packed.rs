@@ -27,9 +27,9 @@ pub type PackedWeights = HashMap<Value, PackedConstants>;
 pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
     let mut plain = graph.clone();
     let mut found = PackedFinder { graph, rows: HashMap::new(), weights: PackedWeights::new() };
-    for made in &mut plain.main.instructions {
-        if let Some(op) = found.plain(&made.op, made.out)? {
-            made.op = op;
+    for instruction in &mut plain.main.instructions {
+        if let Some(op) = found.plain(&instruction.op, instruction.out)? {
+            instruction.op = op;
         }
     }
     let weights = found.weights;
@@ -64,8 +64,9 @@ impl PackedFinder<'_> {
                 else {
                     return Some(None);
                 };
-                let made = self.graph.constants[scales.0 as usize].dtype;
-                if [of_scales, of_biases] != [index; 2] || dtype.is_some_and(|dtype| dtype != made)
+                let expected = self.graph.constants[scales.0 as usize].dtype;
+                if [of_scales, of_biases] != [index; 2]
+                    || dtype.is_some_and(|dtype| dtype != expected)
                 {
                     return Some(None);
                 }
@@ -97,9 +98,9 @@ impl PackedFinder<'_> {
 fn add_biases(graph: &mut Graph, weights: &PackedWeights) {
     let readers = passes::only_readers(graph);
     for index in 0..graph.main.instructions.len() {
-        let made = &graph.main.instructions[index];
+        let instruction = &graph.main.instructions[index];
         let (&Op::Linear { x, weight, bias: None, transposed }, Out::Tensor(product)) =
-            (&made.op, made.out)
+            (&instruction.op, instruction.out)
         else {
             continue;
         };

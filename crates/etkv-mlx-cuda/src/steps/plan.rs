@@ -96,8 +96,8 @@ impl Planner {
                 Part::Join { x, out } => planner.add_join(x, *out),
                 Part::Blend { x, y, share, out } => planner.add_blend([*x, *y, *share], *out)?,
                 Part::Product(product) => planner.add(product, dtype, &array)?,
-                Part::Attend { q, out, dtype: made, .. } => {
-                    made.is_none_or(|made| made == dtype).then_some(())?;
+                Part::Attend { q, out, dtype: out_dtype, .. } => {
+                    out_dtype.is_none_or(|out_dtype| out_dtype == dtype).then_some(())?;
                     planner.widths[*out] = planner.widths[*q];
                 }
             }
@@ -134,7 +134,7 @@ impl Planner {
             let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
                 && heads.layer == self.layers.len()
-                && rotation.is_none_or(|(_, made)| made == dtype)
+                && rotation.is_none_or(|(_, out_dtype)| out_dtype == dtype)
                 && is_row(periods, rotated / 2, Dtype::Float32)
                 && rotated % 16 == 0
                 && (16..=head_dim).contains(&rotated)

@@ -163,8 +163,8 @@ impl Recipe {
             n_given: given.len(),
             last_row_only: false,
         };
-        for (index, made) in graph.main.instructions.iter().enumerate() {
-            reader.read(index).ok_or_else(|| Unknown::Instruction(index, made.op.kind()))?;
+        for (index, instruction) in graph.main.instructions.iter().enumerate() {
+            reader.read(index).ok_or_else(|| Unknown::Instruction(index, instruction.op.kind()))?;
         }
         let (logits, logits_at, tapped) = reader.outputs().ok_or(Unknown::Outputs)?;
         let has_attention = reader.parts.iter().any(|part| matches!(part, Part::Attend { .. }));
@@ -220,8 +220,10 @@ impl fmt::Display for Unknown {
 /// Returns the values that contain the positions: the input, and its conversions to int32.
 fn positions(graph: &Graph, input: Value) -> Vec<Value> {
     let mut all = vec![input];
-    for made in &graph.main.instructions {
-        if let (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out)) = (&made.op, made.out) {
+    for instruction in &graph.main.instructions {
+        if let (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out)) =
+            (&instruction.op, instruction.out)
+        {
             if all.contains(&x) {
                 all.push(out);
             }
@@ -259,7 +261,7 @@ impl Reader<'_> {
     }
 
     /// Assigns a new buffer to a value.
-    fn made(&mut self, value: Value) -> usize {
+    fn new_buffer(&mut self, value: Value) -> usize {
         let buffer = self.n_buffers;
         self.n_buffers += 1;
         self.buffers.insert(value, buffer);
@@ -315,7 +317,7 @@ impl Reader<'_> {
                 if ids == self.inputs.tokens() =>
             {
                 let table = self.weight(x, false)?;
-                let out = self.made(out);
+                let out = self.new_buffer(out);
                 self.parts.push(Part::Embed { table, scale: None, out });
                 Some(())
             }
@@ -386,7 +388,7 @@ impl Reader<'_> {
             }
             None => (None, out),
         };
-        let out = self.made(out);
+        let out = self.new_buffer(out);
         self.parts.push(Part::Product(Product { heads, out, ..product }));
         Some(())
     }
@@ -400,9 +402,9 @@ impl Reader<'_> {
         let &[queries, keys, values] = &pieces[..] else {
             return None;
         };
-        let mut readers = self.graph.main.instructions[index..]
-            .iter()
-            .filter(|made| made.op.reads().iter().any(|value| pieces.contains(value)));
+        let mut readers = self.graph.main.instructions[index..].iter().filter(|instruction| {
+            instruction.op.reads().iter().any(|value| pieces.contains(value))
+        });
         let (Some(reader), None) = (readers.next(), readers.next()) else {
             return None;
         };
@@ -432,7 +434,7 @@ impl Reader<'_> {
             gate: None,
             residual: None,
             heads: Some(heads),
-            out: self.made(queries),
+            out: self.new_buffer(queries),
         };
         self.parts.push(Part::Product(product));
         Some(())
@@ -463,7 +465,7 @@ impl Reader<'_> {
         };
         self.parts.iter().any(is_own).then_some(())?;
         self.last_row_only |= last_query;
-        let out = self.made(out);
+        let out = self.new_buffer(out);
         self.parts.push(Part::Attend { layer, q: queries, scale, dtype, out });
         Some(())
     }

@@ -222,7 +222,7 @@ fn other_ways_to_read_packed_weights_are_not_known() {
                 *transpose = false;
             }
         }),
-        ("scales that are made", |graph| {
+        ("scales that are computed", |graph| {
             if let Op::QuantizedMatmul { scales, .. } = op(graph, 36) {
                 *scales = Value(35);
             }

@@ -55,13 +55,13 @@ impl Planner {
     ) -> Option<()> {
         let own = self.dtype;
         let Some(weight) = norm.weight else {
-            return norm.made.is_none_or(|made| made == own).then_some(());
+            return norm.out_dtype.is_none_or(|dtype| dtype == own).then_some(());
         };
         let found = array(weight)?;
         let is_wide = found.dtype() == Dtype::Float32;
-        let made = norm.made.unwrap_or(found.dtype());
+        let out_dtype = norm.out_dtype.unwrap_or(found.dtype());
         let fits =
-            made == own && is_vector(found, inner, if is_wide { Dtype::Float32 } else { own });
+            out_dtype == own && is_vector(found, inner, if is_wide { Dtype::Float32 } else { own });
         fits.then_some(())?;
         if is_wide {
             self.wide.insert(weight);

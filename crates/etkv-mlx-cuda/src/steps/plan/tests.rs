@@ -280,7 +280,7 @@ fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
 #[test]
 fn heads_that_are_normalized_are_placed() {
     let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
-    let plan = plan_of(pools, Some(RowNorm { weight: Some(Value(3)), eps: 0.5, made: None }));
+    let plan = plan_of(pools, Some(RowNorm { weight: Some(Value(3)), eps: 0.5, out_dtype: None }));
     let [_, Launch::Product(product), Launch::PlaceHeads(place), _, Launch::Product(head)] =
         plan.launches[..]
     else {
@@ -303,14 +303,14 @@ fn heads_that_are_normalized_are_placed() {
 fn rows_are_normalized_with_weights_of_both_kinds() {
     let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
     let weight = recipe::Weight::Plain { value: Value(0), transposed: false };
-    let planned = |made: [Option<Dtype>; 2], scale| {
-        let norm = |weight, made| RowNorm { weight: Some(Value(weight)), eps: 0.5, made };
+    let planned = |out_dtypes: [Option<Dtype>; 2], scale| {
+        let norm = |weight, out_dtype| RowNorm { weight: Some(Value(weight)), eps: 0.5, out_dtype };
         let normalize = recipe::Normalize {
             x: 0,
-            norm: norm(1, made[0]),
+            norm: norm(1, out_dtypes[0]),
             residual: Some(0),
             out: 1,
-            next: Some((norm(2, made[1]), 2)),
+            next: Some((norm(2, out_dtypes[1]), 2)),
         };
         let recipe = Recipe {
             parts: vec![

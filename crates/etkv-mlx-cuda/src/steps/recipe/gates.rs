@@ -26,15 +26,17 @@ impl Reader<'_> {
         let fits = FEATURES.contains(&axis) && [activated, by] == [first, second] && is_alone;
         fits.then_some(())?;
         let weight = match self.parts.last()? {
-            Part::Product(made) if made.out == buffer => made.weight,
+            Part::Product(product) if product.out == buffer => product.weight,
             _ => return None,
         };
         (self.rows_of(weight)? == 2 * i64::from(half)).then_some(())?;
         match self.parts.last_mut() {
-            Some(Part::Product(made))
-                if made.gate.is_none() && made.residual.is_none() && made.heads.is_none() =>
+            Some(Part::Product(product))
+                if product.gate.is_none()
+                    && product.residual.is_none()
+                    && product.heads.is_none() =>
             {
-                made.gate = Some(gate);
+                product.gate = Some(gate);
             }
             _ => return None,
         }

@@ -49,7 +49,7 @@ impl Reader<'_> {
             self.readers.contains_key(value) && self.parts.iter().any(makes)
         };
         tensors.iter().zip(&x).all(is_norm).then_some(())?;
-        let out = self.made(out);
+        let out = self.new_buffer(out);
         self.parts.push(Part::Join { x, out });
         Some(())
     }
@@ -76,7 +76,7 @@ impl Reader<'_> {
         };
         (other(a, b, moved)? == taken).then_some(())?;
         self.taken.extend([product, sum]);
-        let out = self.made(out);
+        let out = self.new_buffer(out);
         self.parts.push(Part::Blend { x, y, share, out });
         Some(())
     }
@@ -84,7 +84,7 @@ impl Reader<'_> {
     /// Returns the buffer of the logits, their index in the outputs, and the buffers of the other output. The
     /// last part computes the logits.
     pub(super) fn outputs(&self) -> Option<(usize, usize, Vec<usize>)> {
-        let made = match self.parts.last()? {
+        let last = match self.parts.last()? {
             Part::Product(product) => product.out,
             Part::Normalize(rows) => rows.next.map_or(rows.out, |(_, out)| out),
             Part::Embed { out, .. }
@@ -92,7 +92,7 @@ impl Reader<'_> {
             | Part::Blend { out, .. }
             | Part::Attend { out, .. } => *out,
         };
-        let is_logits = |value| self.buffer(value) == Some(made);
+        let is_logits = |value| self.buffer(value) == Some(last);
         let (hidden, at) = match self.graph.main.outputs[..] {
             [Out::Tensor(logits)] => return Some((self.buffer(logits)?, 0, Vec::new())),
             [Out::Tensor(logits), Out::Tensor(hidden)] if is_logits(logits) => (hidden, 0),
@@ -104,9 +104,9 @@ impl Reader<'_> {
             None => vec![self.buffer(hidden)?],
         };
         let is_again = |(n, buffer): (usize, &usize)| tapped[..n].contains(buffer);
-        let fits = !tapped.contains(&made) && !tapped.iter().enumerate().any(is_again);
+        let fits = !tapped.contains(&last) && !tapped.iter().enumerate().any(is_again);
         // No part writes a buffer that the host fills, so it is not an output.
         let is_given = |&buffer: &usize| buffer < self.n_given;
-        (fits && !tapped.iter().any(is_given)).then_some((made, at, tapped))
+        (fits && !tapped.iter().any(is_given)).then_some((last, at, tapped))
     }
 }

@@ -8,9 +8,9 @@ impl Reader<'_> {
     /// Returns the index of the only instruction that reads a value, its operation and its result.
     pub(super) fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
         let &index = self.readers.get(&value)?;
-        let made = &self.graph.main.instructions[index];
-        match made.out {
-            Out::Tensor(out) => Some((index, &made.op, out)),
+        let instruction = &self.graph.main.instructions[index];
+        match instruction.out {
+            Out::Tensor(out) => Some((index, &instruction.op, out)),
             _ => None,
         }
     }
@@ -22,9 +22,9 @@ impl Reader<'_> {
         };
         let x = self.buffer(x)?;
         self.optional(weight)?;
-        let mut norm = RowNorm { weight, eps, made: None };
+        let mut norm = RowNorm { weight, eps, out_dtype: None };
         if let Some((index, &Op::AsType { dtype, .. }, converted)) = self.reader(out) {
-            (norm.made, out) = (Some(dtype), converted);
+            (norm.out_dtype, out) = (Some(dtype), converted);
             self.taken.insert(index);
         }
         let mut residual = None;
@@ -37,7 +37,7 @@ impl Reader<'_> {
                 self.taken.insert(index);
             }
         }
-        let out = self.made(out);
+        let out = self.new_buffer(out);
         match self.parts.last_mut() {
             // One kernel computes a norm, the sum with the residual, and the norm of the sum.
             Some(Part::Normalize(last))

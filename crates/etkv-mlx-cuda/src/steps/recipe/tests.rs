@@ -161,12 +161,12 @@ fn what_is_not_known_is_left_to_the_interpreter() {
                 *gate = Some(Unary::Tanh);
             }
         }),
-        ("a weight that is made", |graph| {
+        ("a weight that is computed", |graph| {
             if let Op::LinearBlock { weight, .. } = &mut graph.main.instructions[6].op {
                 *weight = Value(9);
             }
         }),
-        ("ids that are made", |graph| {
+        ("ids that are computed", |graph| {
             if let Op::Take { index, .. } = &mut graph.main.instructions[1].op {
                 *index = Index::Many(Value(10));
             }
@@ -286,7 +286,7 @@ fn heads_of(recipe: &Recipe) -> &LayerHeads {
 #[test]
 fn heads_that_are_normalized_are_those_of_one_product() {
     let recipe = Recipe::of(&normalized()).unwrap();
-    let norm = |weight| Some(RowNorm { weight: Some(weight), eps: 1e-5, made: None });
+    let norm = |weight| Some(RowNorm { weight: Some(weight), eps: 1e-5, out_dtype: None });
     let expected = LayerHeads {
         layer: 0,
         n_q: 4,
@@ -349,7 +349,7 @@ fn heads_that_differ_are_left_to_the_interpreter() {
                 std::mem::swap(k, v);
             }
         }),
-        ("a norm's weight that is made", |op| {
+        ("a norm's weight that is computed", |op| {
             if let Op::RmsNorm { weight, .. } = op {
                 *weight = Some(Value(9));
             }

@@ -45,7 +45,7 @@ fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
     (product.x, product.out) = (5, 6);
     let given = |value, width, buffer| RowInput { value: Value(value), width, dtype, buffer };
     let rows = |x, out| {
-        let norm = RowNorm { weight: None, eps: 0.5, made: None };
+        let norm = RowNorm { weight: None, eps: 0.5, out_dtype: None };
         Part::Normalize(recipe::Normalize { x, norm, residual: None, out, next: None })
     };
     recipe.given = vec![given(6, width, 1), given(7, 1, 2)];

@@ -95,7 +95,7 @@ fn drafts_fed_with_hidden_states_are_known() {
     assert!(matches!(embed, Part::Embed { out: 2, .. }));
     let rows = |part: &Part| match part {
         Part::Normalize(Normalize { x, norm, residual: None, out, next: None }) => {
-            assert_eq!(*norm, RowNorm { weight: None, eps: 1e-6, made: None });
+            assert_eq!(*norm, RowNorm { weight: None, eps: 1e-6, out_dtype: None });
             (*x, *out)
         }
         other => panic!("{other:?}"),

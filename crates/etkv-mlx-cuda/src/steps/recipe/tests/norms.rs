@@ -71,7 +71,7 @@ fn norms_that_no_product_takes_on_are_known() {
     };
     let table = Weight::Plain { value: TABLE, transposed: false };
     assert_eq!(*embed, Part::Embed { table, scale: Some(PERIODS), out: 0 });
-    let norm = RowNorm { weight: Some(NORM), eps: 1e-6, made: Some(Dtype::Bfloat16) };
+    let norm = RowNorm { weight: Some(NORM), eps: 1e-6, out_dtype: Some(Dtype::Bfloat16) };
     let rows = |part: &Part| match part {
         Part::Normalize(Normalize { x, norm: found, residual, out, next }) => {
             assert_eq!(*found, norm);
@@ -121,14 +121,14 @@ fn other_norms_and_scales_are_left_to_the_interpreter() {
                 }
             }
         }),
-        ("weights that are made", |graph| {
+        ("weights that are computed", |graph| {
             for made in &mut graph.main.instructions {
                 if let Op::RmsNorm { x: Value(43), weight, .. } = &mut made.op {
                     *weight = Some(Value(40));
                 }
             }
         }),
-        ("a sum that is read before it is made", |graph| {
+        ("a sum that is read before it is computed", |graph| {
             for made in &mut graph.main.instructions {
                 if let Op::Binary { function: Binary::Add, a: a @ Value(40), .. } = &mut made.op {
                     *a = Value(54);
