@@ -85,10 +85,9 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_speculative",
-      "Answers with draft tokens: a draft proposes a tree of ids, the model "
-      "verifies\n"
-      "all of it in one forward, and what it agrees with is kept. The answers\n"
-      "are those that it gives alone.\n");
+      "Answers with draft tokens: a draft proposes a tree of ids, the model\n"
+      "verifies all of them in one forward, and the chain that it accepts is\n"
+      "kept. The answers are the same as without a draft.\n");
   SpeculationOptions speculation;
   Sampling sampling;
   add_speculation_arguments(

@@ -17,7 +17,7 @@ CPP17 = ["-std=c++17"]
 CPP20 = ["-std=c++20"]
 NEITHER = ["-fno-exceptions", "-fno-rtti"]
 
-# The include path of MLX's headers, which need no other.
+# Headers that need no include path except MLX's.
 MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 
 # Headers that need ExecuTorch or MLX, and therefore exceptions and a newer standard.
