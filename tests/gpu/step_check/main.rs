@@ -434,7 +434,7 @@ fn is_same(
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }
-    // If the last row is alone, other warps normalize it.
+    // In a plan for the last row only, other warps normalize it.
     let last = logits.len().saturating_sub(outputs.logits.len());
     let near = are_near(outputs.logits, &logits[last..], limit, element);
     Ok(near && are_argmax(&to_numbers(element, outputs.logits), outputs.chosen))

@@ -167,8 +167,8 @@ struct ManyRows : FewRows<E> {
   __device__ static void multiply_place(Sums& sums, const E* place) {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int rotation = thread % 8;
-    // A read loads four 8x8 matrices. Those of the weight are in the order of rows, then columns; those of x
-    // in the order of columns.
+    // A read loads four 8x8 matrices. For the weight, these are two by two. For `x`, they are adjacent
+    // columns.
     const E* rows_of_w = place + (warp % OUTPUT_WARPS * 16 + thread % 16) * MANY_WIDE;
     const E* rows_of_x = place + (MANY_TILE + warp / OUTPUT_WARPS * 8 * PARTS + rotation) * MANY_WIDE;
 #pragma unroll

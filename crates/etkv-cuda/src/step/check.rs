@@ -142,7 +142,7 @@ impl Work<'_> {
         }
         is_norm(product.norm)?;
         if product.norm.is_some_and(|norm| norm.wide) {
-            fail!(Plan, "a norm of a product has float32 weights; normalize its rows before");
+            fail!(Plan, "a product's norm has float32 weights; normalize the rows before it");
         }
         if let Some(residual) = product.residual {
             self.read(residual, rows * outputs)?;

@@ -259,7 +259,7 @@ impl Planner {
                 Part::Normalize(rows) => {
                     launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
-                // The norms write its rows in place.
+                // The norms write the joined rows directly.
                 Part::Join { .. } => {}
                 Part::Blend { x, y, share, out } => launches.push(Launch::Blend(Blend {
                     x: Buffer(*x),

@@ -187,11 +187,11 @@ impl Recipe {
 /// Why a program has no recipe.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Unknown {
-    /// The inputs are not token ids and positions, alone or with rows of tokens.
+    /// The inputs are not token ids and positions, optionally with hidden states.
     Inputs,
     /// The index of an instruction in the graph after the passes, and its kind.
     Instruction(usize, String),
-    /// The outputs are not the logits, alone or with hidden states.
+    /// The outputs are not logits, optionally with hidden states.
     Outputs,
     /// More than one output may be the logits.
     Logits,

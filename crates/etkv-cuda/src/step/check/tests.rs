@@ -302,7 +302,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
     })
     .contains("the scale at 0x1"));
     let text = refused(|plan, rows| product(plan, 1).norm = Some(rows.norm));
-    assert!(text.contains("normalize its rows before"), "{text}");
+    assert!(text.contains("normalize the rows before"), "{text}");
 }
 
 #[test]
