@@ -96,7 +96,7 @@ fn a_layer_that_comes_again_begins_anew() {
     .unwrap();
 }
 
-/// The first rows after a program was loaded show whether the config is right about values in keys.
+/// In the first step after a program is loaded, values of layers with values in keys are compared with the keys.
 #[test]
 fn values_in_keys_are_compared() {
     etkv::mlx::run(|| {

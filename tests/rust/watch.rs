@@ -131,7 +131,7 @@ fn rollbacks_are_logged() {
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
     // A step that another implementation computes instead causes no warning.
     let lines = recorded(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
-    has(&lines, &["DEBUG etkv::core in [step]:", "in the ordinary course", "layers=0"]);
+    has(&lines, &["DEBUG etkv::core in [step]:", "that was set aside is rolled back", "layers=0"]);
     assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
     assert_eq!(cells.length(), 0);
     append(&mut cells, 0, 2).unwrap();

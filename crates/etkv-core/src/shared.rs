@@ -115,8 +115,8 @@ impl SharedCache {
         self.cache.lock()
     }
 
-    /// Returns the cache with its face for programs of the backend with store `S`. The next step
-    /// [compares](AttendCache::expect_program) values that the config has in keys.
+    /// Returns the cache with its face for programs of the backend with store `S`. Its next step
+    /// [compares](AttendCache::expect_program) the values of layers with values in keys.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.

@@ -108,7 +108,7 @@ fn a_wrong_config_is_refused() {
         let error = method.forward(&[0, 1]).unwrap_err();
         assert_eq!(error.status(), Status::Shape);
         let told =
-            "values of layer 1 are not the first 8 elements of its keys, as `values_in_keys`";
+            "values of layer 1 are not the first 8 elements of its keys, but the cache's config sets `values_in_keys`";
         assert!(error.message().contains(told), "{error}");
         assert_eq!(length(&session), 0);
     }

@@ -60,8 +60,8 @@ pub struct Storage<S: Store> {
     formats: [KvFormat; 2],
     /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
-    /// The layers whose config says that values are in keys, and where a program has not shown it yet.
-    unproved: Vec<usize>,
+    /// The layers with values in keys whose values have not been compared with keys of the current program yet.
+    unchecked: Vec<usize>,
     /// The span of the open step.
     step: Span,
     /// The error that left the contents of the buffers unknown; `None` once they are cleared.
@@ -98,7 +98,7 @@ impl<S: Store> Storage<S> {
             shared,
             formats,
             awaits,
-            unproved: Vec::new(),
+            unchecked: Vec::new(),
             step: Span::none(),
             poisoned: None,
         })
@@ -287,7 +287,7 @@ impl<S: Store> Storage<S> {
         if progress != Progress::Done {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
-            self.prove(layer, k, v, dim)?;
+            self.check_values_in_keys(layer, k, v, dim)?;
             let v = (!in_keys).then_some(v);
             // The values must be watched: hidden rows have weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
@@ -305,30 +305,36 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Compares the values that a program passes next with the keys, in each layer whose values are in keys. A wrong
-    /// config would change the program's results.
+    /// Requests that the next values of each layer with values in keys are compared with its keys. If they were not in
+    /// the keys, the cache would change the program's results.
     pub fn expect_program(&mut self) {
         let layers = self.config.layers.iter().enumerate();
-        self.unproved.clear();
-        self.unproved.extend(layers.filter(|(_, of)| of.values_in_keys).map(|(layer, _)| layer));
+        self.unchecked.clear();
+        self.unchecked.extend(layers.filter(|(_, of)| of.values_in_keys).map(|(layer, _)| layer));
     }
 
-    fn prove(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor, dim: i32) -> Result<()> {
-        let Some(place) = self.unproved.iter().position(|&unproved| unproved == layer) else {
+    fn check_values_in_keys(
+        &mut self,
+        layer: usize,
+        k: &S::Tensor,
+        v: &S::Tensor,
+        dim: i32,
+    ) -> Result<()> {
+        let Some(index) = self.unchecked.iter().position(|&unchecked| unchecked == layer) else {
             return Ok(());
         };
         if S::shape(k)[2] == 0 {
-            // No rows prove nothing.
+            // There are no rows to compare.
             return Ok(());
         }
         if !S::begins_with(k, v)? {
             fail!(
                 Shape,
-                "values of layer {layer} are not the first {dim} elements of its keys, as `values_in_keys` of the \
-                 cache's config says; make the config from the program's metadata, or without `values_in_keys`"
+                "values of layer {layer} are not the first {dim} elements of its keys, but the cache's config sets \
+                 `values_in_keys`; make the config from the program's metadata, or without `values_in_keys`"
             );
         }
-        self.unproved.swap_remove(place);
+        self.unchecked.swap_remove(index);
         Ok(())
     }
 
@@ -546,7 +552,7 @@ impl<S: Store> Storage<S> {
         let _span = self.enter_step();
         let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
         if aside {
-            debug!(target: TARGET, layers, "a step is rolled back in the ordinary course");
+            debug!(target: TARGET, layers, "a step that was set aside is rolled back");
         } else {
             warn!(target: TARGET, layers, "a step is rolled back");
         }

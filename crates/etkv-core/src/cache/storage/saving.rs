@@ -115,7 +115,7 @@ impl<S: Store> Storage<S> {
         }
         made.settle();
         (made.formats, made.awaits) = (target, awaits);
-        made.unproved.clone_from(&self.unproved);
+        made.unchecked.clone_from(&self.unchecked);
         Ok(made)
     }
 

@@ -73,7 +73,7 @@ impl<S: Store> Storage<S> {
         made.unsettled = true;
         made.settle();
         (made.formats, made.awaits) = contents.target;
-        made.unproved.clone_from(&self.unproved);
+        made.unchecked.clone_from(&self.unchecked);
         Ok(made)
     }
 
