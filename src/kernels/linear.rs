@@ -142,7 +142,7 @@ struct Kernels {
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
 /// Returns the result in the dtype of `x`, or `None` if the kernel does not support the product. It normalizes rows
-/// of at most 33,280 elements in all, with 32 more for each row.
+/// only if their elements, plus 32 for each row, are at most 33,280.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);

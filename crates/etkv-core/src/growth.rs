@@ -4,19 +4,19 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Growth {
-    /// `first` slots, doubled as needed.
+    /// Buffers begin with `first` slots, and double as needed.
     Doubling {
         /// The slots of the first allocation, at least 1.
         first: i32,
     },
-    /// By `step` slots at a time.
+    /// Buffers grow by `step` slots at a time.
     Step {
         /// At least 1.
         step: i32,
     },
-    /// To the slots that a step needs. This uses the least memory, but copies the buffers at each step.
+    /// Buffers grow to the slots that a step needs. This uses the least memory, but copies buffers at each step.
     Exact,
-    /// To the capacity, when the cache is created.
+    /// Buffers have the full capacity when the cache is created.
     Upfront,
 }
 

@@ -10,8 +10,8 @@ pub struct StoreLayer {
     pub heads: [i32; 2],
     /// The elements of one head's row in each buffer; 0 in the second if there is none.
     pub dims: [i32; 2],
-    /// The number of first elements of a row in the first buffer that are read as the second; 0 if there are none.
-    /// Only a layer without a second buffer has them.
+    /// The number of elements at the start of a row in the first buffer that are read as the row's values; 0 if there
+    /// are none. Only a layer without a second buffer has them.
     pub second_in_first: i32,
     /// The format of both buffers, if it is independent of the cache's formats.
     pub format: Option<KvFormat>,

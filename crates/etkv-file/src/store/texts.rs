@@ -152,7 +152,7 @@ fn merged<'a, T: 'a>(
     })
 }
 
-/// Returns the greatest usable length of a text of `len` tokens for a text with which it shares `n` tokens.
+/// Returns up to which length a text of `len` tokens can be used for a text with which it shares `n` tokens.
 fn below(reach: &Reach, n: usize, len: usize) -> usize {
     let [n, len] = [n, len].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
     usize::try_from(reach.below(n, len)).unwrap_or_default()
