@@ -45,8 +45,8 @@ impl CacheConfig {
         Memory::of(attention.collect(), recurrent.collect(), at_capacity)
     }
 
-    /// Returns the number of slots that one sequence has needed in layers of this kind until it has `length`
-    /// positions, and the number that it uses then.
+    /// Returns two numbers of slots for one sequence of `length` positions in layers of this kind: the maximum that
+    /// it has needed so far, and the number that it uses now.
     fn slots_at(&self, kind: SlotsOf, length: i32) -> (i32, i32) {
         match (kind, self.recurrent_window()) {
             (SlotsOf::Attention(policy), _) => {

@@ -142,8 +142,8 @@ pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
     checksum::of(bytes)
 }
 
-/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the capacity of
-/// the cache exceeds, above which the program writes other rows.
+/// Returns the name of the model that wrote the rows of a cache. It consists of the fingerprint and of the limits
+/// that the capacity of the cache exceeds, because the program writes other rows if a limit is exceeded.
 fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     match cache.passed_limits() {
         [] => Cow::Borrowed(fingerprint),

@@ -137,7 +137,7 @@ impl LayerGroup {
         self.held(sequence).clipped(position..position + 1).next().map(|run| run.cell)
     }
 
-    /// Returns the number of cells that can still be taken, with those that are not allocated yet.
+    /// Returns the number of cells that can still be taken, including cells that are not allocated yet.
     pub fn free_cells(&self) -> i32 {
         self.capacity - self.taken()
     }

@@ -41,12 +41,12 @@ impl RecurrentWindow {
             .min(i64::from(capacity)) as i32
     }
 
-    /// Returns the number of row slots that a sequence has needed until it has `next` positions.
+    /// Returns the maximum number of row slots that a sequence of `next` positions has needed so far.
     pub fn row_slots(&self, next: i32, capacity: i32) -> i32 {
         next.min(self.rows(capacity))
     }
 
-    /// Returns the number of anchor slots that a sequence has needed until it has `next` positions.
+    /// Returns the maximum number of anchor slots that a sequence of `next` positions has needed so far.
     pub fn anchor_slots(&self, next: i32) -> i32 {
         ((next - 1).max(0) / BLOCK).min(self.anchors.saturating_mul(2))
     }

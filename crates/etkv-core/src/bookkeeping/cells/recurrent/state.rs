@@ -49,8 +49,8 @@ impl Recurrent {
         }
     }
 
-    /// Returns whether `owner` has the rows and anchors from which its state after `next` positions follows, and its
-    /// states after earlier positions, back to its oldest anchor.
+    /// Returns whether `owner` has all rows and anchors that determine its states after `next` positions, and after
+    /// every earlier position back to its oldest anchor.
     pub fn is_whole(&self, owner: i32, next: i32) -> bool {
         let mut base = next / BLOCK * BLOCK;
         if base == next && !self.has_anchor(owner, base) {
