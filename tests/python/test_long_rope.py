@@ -89,6 +89,34 @@ def test_logits_are_those_of_transformers(program, hf, capacity, length, paramet
         assert np.abs(transformers_logits(hf, ids, **other) - expected).max() > 0.01, "the sets differ"
 
 
+@pytest.fixture(scope="module")
+def phimoe(tmp_path_factory):
+    """Return a model of the Phi-MoE family, whose outputs of rotary embeddings have a factor for each set."""
+    from transformers import AutoModelForCausalLM, PhimoeConfig
+
+    folder = tmp_path_factory.mktemp("long-rope-moe") / "hf"
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.1, "long_mscale": 1.3}
+    parameters |= {"short_factor": SHORT * 2, "long_factor": LONG * 2, "original_max_position_embeddings": LIMIT}
+    shape = {**tiny_models.SHAPE, "head_dim": 16, "num_local_experts": 4}
+    AutoModelForCausalLM.from_config(PhimoeConfig(**shape, rope_parameters=parameters)).save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["mlx", "cpu"])
+def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, backend):
+    program = export_program(
+        ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)
+    )
+    # transformers never takes the long frequencies of this family.
+    long = {"short_factor": LONG * 2}
+    cases = [(LIMIT, TEXT[:LIMIT], {}), (256, TEXT, long), (LIMIT + 1, TEXT[:10], {**long, "short_mscale": 1.3})]
+    for capacity, ids, parameters in cases:
+        expected = transformers_logits(phimoe, ids, **parameters)
+        with session_for(program, capacity) as session, etkv.load(program, session) as loaded:
+            np.testing.assert_allclose(run(loaded, ids), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_rows_of_one_set_are_not_loaded_into_a_cache_with_the_other(program, tmp_path):
     model, ids = etkv.fingerprint(program), TEXT[:10]
     files = {capacity: tmp_path / f"{capacity}.safetensors" for capacity in (LIMIT, 256)}

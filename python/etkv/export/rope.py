@@ -7,6 +7,7 @@ capacity of its cache selects the set.
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,23 +76,52 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
     if layer_type is not None:
         parameters, name = parameters[layer_type], f"{layer_type}_inv_freq"
     limit = parameters["original_max_position_embeddings"]
+    if "short_mscale" in parameters:
+        _scale(module, parameters, limit if max_context > limit else None)
     if max_context <= limit:
         return
     within: torch.Tensor = getattr(module, name)
     beyond, _ = ROPE_INIT_FUNCTIONS[kind](config, within.device, seq_len=max_context, layer_type=layer_type)
     if not beyond.equal(within):
-        _choose(module, name, beyond.to(within.dtype), limit)
+        _choose(module, name, within, beyond.to(within.dtype), limit)
 
 
-def _choose(module: torch.nn.Module, name: str, beyond: torch.Tensor, limit: int) -> None:
-    """Let the attribute ``name`` of ``module`` be its value up to a capacity of ``limit`` positions, else
+def _scale(module: Any, parameters: dict[str, Any], limit: int | None) -> None:
+    """Let a rotary embedding of Phi-3.5-MoE, which has a factor of its outputs for each set, use both by the capacity.
+
+    transformers' own takes the frequencies for short texts and the factor for long ones in a long text. The model was
+    trained with both for long ones. Without a ``limit`` there are no long texts.
+    """
+    import torch
+
+    within, beyond = (torch.tensor([float(parameters[f"{text}_mscale"])]) for text in ("short", "long"))
+    if limit is None or beyond.equal(within):
+        module.register_buffer("etkv_scale", within, persistent=False)
+    else:
+        _choose(module, "etkv_scale", within, beyond, limit)
+    module.forward = types.MethodType(_rotation, module)
+
+
+def _rotation(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines ``[1, T, head_dim]`` of positions ``[1, T]``."""
+    import torch
+
+    angles = position_ids[..., None].float() * self.inv_freq.float()
+    angles = torch.cat((angles, angles), dim=-1)
+    scale = self.etkv_scale
+    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+
+
+def _choose(module: torch.nn.Module, name: str, within: torch.Tensor, beyond: torch.Tensor, limit: int) -> None:
+    """Let the attribute ``name`` of ``module`` be ``within`` up to a capacity of ``limit`` positions, else
     ``beyond``.
     """
     from etkv.export.by_capacity import select_by_capacity
 
-    module.register_buffer(f"{name}_within", getattr(module, name), persistent=False)
+    module.register_buffer(f"{name}_within", within, persistent=False)
     module.register_buffer(f"{name}_beyond", beyond, persistent=False)
-    delattr(module, name)
+    if hasattr(module, name):
+        delattr(module, name)
 
     def chosen(self: torch.nn.Module) -> Any:
         return select_by_capacity(getattr(self, f"{name}_within"), getattr(self, f"{name}_beyond"), limit)
