@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(program, hf, capacity, length, paramet
 
 @pytest.fixture(scope="module")
 def phimoe(tmp_path_factory):
-    """Return a model of the Phi-MoE family, whose outputs of rotary embeddings have a factor for each set."""
+    """Return a model of the Phi-MoE family, whose rotary embeddings have an output factor for each set."""
     from transformers import AutoModelForCausalLM, PhimoeConfig
 
     folder = tmp_path_factory.mktemp("long-rope-moe") / "hf"
@@ -108,7 +108,7 @@ def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, b
     program = export_program(
         ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)
     )
-    # transformers never takes the long frequencies of this family.
+    # For this family transformers never uses the frequencies for long texts.
     long = {"short_factor": LONG * 2}
     cases = [(LIMIT, TEXT[:LIMIT], {}), (256, TEXT, long), (LIMIT + 1, TEXT[:10], {**long, "short_mscale": 1.3})]
     for capacity, ids, parameters in cases:

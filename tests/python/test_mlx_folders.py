@@ -38,7 +38,7 @@ def _quantize(weight: torch.Tensor, **how) -> tuple[dict[str, torch.Tensor], tor
 
 
 def _stack(loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors under the names of mlx-lm: the matrices of all experts are one."""
+    """Return tensors under the names of mlx-lm, which stacks the matrices of all experts."""
     of_experts: dict[str, list[torch.Tensor]] = {}
     made = {}
     for name, weight in loaded.items():
@@ -123,7 +123,7 @@ def test_experts_of_a_layer_are_one_tensor(tiny, tmp_path, family):
     folder = shutil.copytree(tiny(family), tmp_path / "model")
     plain = shutil.copytree(tiny(family), tmp_path / "plain")
     expected = write(folder, {"group_size": 32, "bits": 4, "mode": "affine"})
-    # What is meant, under the names of the published folder.
+    # The expected weights, under the names of the published folder.
     original = load_file(plain / "model.safetensors")
     for name in original:
         block, mark, rest = name.partition(".experts.")
@@ -139,13 +139,13 @@ def test_experts_of_a_layer_are_one_tensor(tiny, tmp_path, family):
         torch.testing.assert_close(values, meant[name], rtol=1e-6, atol=1e-6)
     (tmp_path / "out").mkdir()
     _, made = kept._packed(folder, tmp_path / "out", quantize="4w")
-    # Those of a product of all experts, and of each layer that is no expert.
+    # The matrices of experts and of other layers keep their integers.
     assert made.repacked == 0
     assert made.kept > 0
 
 
 def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
-    """Its model has settings of its own for routers, and an index lies beside its file."""
+    """The folder has other settings for routers, and an index next to its only file of weights."""
     convert = importlib.import_module("mlx_lm.convert").convert
     folder = tmp_path / "mlx"
     convert(str(tiny("tiny-qwen3-moe")), str(folder), quantize=True, q_bits=4, q_group_size=32)

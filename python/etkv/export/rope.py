@@ -87,10 +87,11 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
 
 
 def _scale(module: Any, parameters: dict[str, Any], limit: int | None) -> None:
-    """Let a rotary embedding of Phi-3.5-MoE, which has a factor of its outputs for each set, use both by the capacity.
+    """Let a rotary embedding of Phi-3.5-MoE, which has an output factor for each set of frequencies, choose the factor
+    by the capacity too.
 
-    transformers' own takes the frequencies for short texts and the factor for long ones in a long text. The model was
-    trained with both for long ones. Without a ``limit`` there are no long texts.
+    For a long text, transformers uses the factor for long texts, but the frequencies for short ones. The model was
+    trained with the factor and the frequencies for long texts. Without a ``limit`` there are no long texts.
     """
     import torch
 

@@ -83,7 +83,7 @@ def find_files(folder: Path) -> list[Path]:
             raise EtkvError(f"folder {folder} lacks {_few(absent)}, which its {checkpoint} lists")
     there = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
     there |= {name for name in _CHECKPOINTS if (folder / name).is_file()}
-    # mlx-lm writes an index beside a single file too.
+    # mlx-lm also writes an index for a single file.
     there -= {name for name in there - read if name.endswith(".json") and _shards(folder / name) <= read}
     unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name) and not _COPIES.fullmatch(name))
     if unread:

@@ -45,7 +45,7 @@ class Format(ABC):
         """Return the name of the weight to which the tensor ``name`` belongs, and the part; None for other tensors."""
 
     def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
-        """Return the weights from the parts of the weight ``name``, by the names that the model has for them.
+        """Return the weights in the ``parts`` of the stored weight ``name``, by their names in the model.
 
         Raises :class:`EtkvError` as :meth:`weight`.
         """

@@ -1,8 +1,8 @@
 """Folders of mlx-lm: integers with a scale and a bias for each group, or MLX's block floats.
 
-A matrix has its codes as a stream of bits in ``weight``, and ``scales`` beside it; integers have ``biases`` too. The
-matrices of all experts of a layer are one tensor of three axes under ``switch_mlp``. Settings of single layers stand
-beside those of the folder, under the names of the layers.
+The tensor ``weight`` of a matrix contains its codes as a stream of bits. A second tensor has the ``scales``, and
+integers also have ``biases``. The experts of a layer have one tensor with three axes for each product, under
+``switch_mlp``. The configuration has the settings of the folder, and settings of single layers under the layers' names.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Decoded, Grouped, Groups, Weight
 
 METHOD = "mlx"
-"""The name of this method. Configurations of mlx-lm name none."""
+"""The name of this method. The configurations of mlx-lm do not name a method."""
 
 _MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""The name of a mode -> the usual size of a group, and the usual bits."""
+"""The name of a mode -> the default size of a group, and the default bits."""
 
 _EXPERTS = ".switch_mlp."
-"""What the names of experts have in place of ``.experts.N.``."""
+"""The part of the names of experts that replaces ``.experts.N.``."""
 
 _OF_MIXTRAL = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "up_proj.weight": "w3.weight"}
-"""The names of products in mlx-lm -> those in the published folders of Mixtral and its relatives."""
+"""The names of products in mlx-lm -> their names in the published folders of Mixtral and similar models."""
 
 
 class Mlx(Format):
@@ -40,7 +40,6 @@ class Mlx(Format):
         self._folder = self._mode("quantization", settings.values)
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-
         return beside(name, tensors, {".scales": "scales", ".biases": "biases"})
 
     def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
@@ -48,7 +47,9 @@ class Mlx(Format):
             return {name: self.weight(name, parts)}
         weights = self._settings.part(parts, name, "weight")
         if any(len(part.shape) != 3 or part.shape[0] != weights.shape[0] for part in parts.values()):
-            raise self._settings.refuse(f"tensor {weights.name} is {weights.described()}, expected a matrix an expert")
+            raise self._settings.refuse(
+                f"tensor {weights.name} is {weights.described()}, expected a matrix for each expert"
+            )
         block, _, product = name.rpartition(_EXPERTS)
         if block.endswith(".block_sparse_moe"):
             product = _OF_MIXTRAL.get(product, product)
@@ -63,7 +64,7 @@ class Mlx(Format):
         return self._matrix(name, parts)
 
     def _mode(self, name: str, values: Mapping[str, Any]) -> tuple[str, int, int]:
-        """Return the mode, the size of a group and the bits that ``values`` name, the settings of ``name``."""
+        """Return the mode, the size of a group and the bits in ``values``, the settings of ``name``."""
         mode = values.get("mode", "affine")
         if mode not in _MODES:
             raise self._settings.refuse(f"mode of {name} is {mode!r}, but the exporter reads {', '.join(_MODES)}")
@@ -85,7 +86,7 @@ class Mlx(Format):
         path = name.removesuffix(".weight")
         own = settings.values.get(path)
         if own is False:
-            raise settings.refuse(f"weight {name} has scales, and the configuration says that it is not quantized")
+            raise settings.refuse(f"weight {name} has scales, but the configuration says that it is not quantized")
         mode, group_size, bits = self._mode(path, own) if isinstance(own, Mapping) else self._folder
         codes, scales = (settings.part(parts, name, part) for part in ("weight", "scales"))
         if len(codes.shape) != 2 or len(scales.shape) != 2:
@@ -99,7 +100,7 @@ class Mlx(Format):
             settings.check(biases, FLOATS, (rows, groups))
             return Grouped(partial(_affine, codes, scales, biases, bits, columns))
         if "biases" in parts:
-            raise settings.refuse(f"weight {name} has biases, and mode {mode} has none")
+            raise settings.refuse(f"weight {name} has biases, but mode {mode} has none")
         settings.check(scales, ("uint8",), (rows, groups))
         return Decoded(partial(_floats, codes, scales, mode, columns))
 
