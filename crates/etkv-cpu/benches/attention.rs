@@ -15,7 +15,6 @@ use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::{Parallel, View};
 use rayon::prelude::*;
 
-/// The sizes of a layer.
 #[derive(Clone, Copy, PartialEq)]
 struct Layer {
     name: &'static str,

@@ -124,7 +124,6 @@ fn is_wanted(format: Option<KvFormat>) -> bool {
     wanted == "1" || format.is_none_or(is_named)
 }
 
-/// Returns the bytes of a row.
 fn bytes(format: Option<KvFormat>) -> usize {
     format.map_or(2 * DIM, |format| row_bytes(format, DIM).iter().sum())
 }

@@ -147,7 +147,6 @@ fn run() -> Answer<bool> {
     Ok(good)
 }
 
-/// Returns whether a part runs.
 fn runs(part: &str) -> bool {
     let is_attention = part == "attention";
     match std::env::var("ETKV_ONLY") {
@@ -345,7 +344,6 @@ fn check_padding(
     Ok(near && kept && is_last)
 }
 
-/// The tokens of a step.
 struct Tokens {
     ids: Vec<i32>,
     positions: Vec<i32>,

@@ -6,7 +6,6 @@ use etkv_cuda::{
 };
 use half::{bf16, f16};
 
-/// The sizes of a decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub name: &'static str,
@@ -24,7 +23,6 @@ pub struct Shape {
     pub packing: Option<Packing>,
 }
 
-/// The packing of matrices.
 #[derive(Debug, Clone, Copy)]
 pub struct Packing {
     pub bits: usize,

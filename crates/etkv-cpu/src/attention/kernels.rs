@@ -28,7 +28,6 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Returns the row of the `i`th slot.
     #[inline(always)]
     unsafe fn row(&self, i: usize) -> Row {
         // SAFETY: the caller ensures that there are more than `i` slots and that the planes have them.

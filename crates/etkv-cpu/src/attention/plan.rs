@@ -20,7 +20,6 @@ const PART_ROWS: usize = 512;
 /// The minimum number of tiles of a part.
 const TILES: usize = 2;
 
-/// The sizes of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub n_kv_heads: usize,
@@ -65,7 +64,6 @@ pub(super) struct Plan {
     pub n_parts: usize,
 }
 
-/// One task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Task {
     pub first_head: usize,

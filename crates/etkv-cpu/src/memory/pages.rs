@@ -38,7 +38,6 @@ impl Piece {
     }
 }
 
-/// Freezes bytes.
 pub(crate) struct Freezer(Writer);
 
 impl Freezer {

@@ -14,7 +14,6 @@ constexpr int THREADS = 32 * WARPS;
 // The keys that a block reads at a time, and those that a warp multiplies at a time.
 constexpr int TILE = 64;
 constexpr int STEP = 16;
-// The rows of a warp.
 constexpr int ROWS = 16;
 
 // The rows of a block are divided among `MAX_ROW_WARPS` warps if `IS_FIXED`, or else among at most that many.
@@ -50,7 +49,6 @@ struct Slice {
 
   // The number of slices that have keys. It is the width of the grid, or smaller if there are fewer tiles.
   int slices;
-  // The number of the block of rows.
   int block;
   // For this thread's two rows: the query, and the end (exclusive) of the keys that it may see.
   int query_of[2], ends_at[2];

@@ -5,7 +5,6 @@
 
 namespace etkv {
 
-// The warps of a block.
 constexpr int TILED_WARPS = 16;
 // The rows of the weight in a tile.
 constexpr int TILE = 16;

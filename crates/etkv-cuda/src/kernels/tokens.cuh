@@ -2,7 +2,6 @@
 
 namespace etkv {
 
-// Threads of a block.
 constexpr int EMBED_THREADS = 128;
 constexpr int CHOOSE_THREADS = 1024;
 

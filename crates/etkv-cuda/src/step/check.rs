@@ -311,7 +311,6 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Checks the tapped buffers.
     fn check_tapped(&self) -> Result<()> {
         let plan = self.plan;
         if plan.logits.is_none() && !plan.tapped.is_empty() {

@@ -292,7 +292,6 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Module {
-    /// Loads a cubin.
     pub(crate) fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Arc<Self>> {
         let _current = context.enter()?;
         let mut raw = null_mut();

@@ -56,7 +56,6 @@ const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
 /// The maximum number of blocks that share a tile. Each writes partial sums, which the last one reads.
 const MAX_SPLITS: usize = 8;
 
-/// The limits of a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// The number of multiprocessors.

@@ -94,7 +94,6 @@ impl StepCompiler for CudaSteps {
     }
 }
 
-/// The captured steps of one program.
 struct CapturedSteps {
     recipe: Recipe,
     signature: StepSignature,

@@ -44,7 +44,6 @@ fn code_at(bytes: &[u8], i: usize, bits: usize) -> u32 {
     })
 }
 
-/// Returns a row in float64.
 fn decoded(view: &View, slot: usize, head: usize) -> Vec<f64> {
     let codes = bytes_of(view, 0, slot, head);
     let scale = |i: usize, group: usize| {
@@ -121,7 +120,6 @@ impl TestMask {
     }
 }
 
-/// A call and its inputs.
 pub struct Case {
     pub name: String,
     pub n_tokens: usize,
@@ -176,7 +174,6 @@ impl Case {
         self
     }
 
-    /// Returns the case with a softcap.
     pub fn with_softcap(mut self, softcap: f32) -> Self {
         self.softcap = Some(softcap);
         self.name.push_str(&format!(", softcap {softcap}"));
@@ -273,7 +270,6 @@ impl Case {
     }
 }
 
-/// Returns a call with random inputs.
 pub fn case(
     [n_kv_heads, group, n_tokens, n_slots]: [usize; 4],
     k: (KvFormat, usize),

@@ -176,7 +176,6 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
     assert_eq!(text, "launch 0: the table of 5 bits, expected [4, 8]");
 }
 
-/// Returns the rows of a packed pool.
 fn packed_rows(format: KvFormat) -> PackedRows {
     let at = Address(4096);
     let offsets = matches!(format, KvFormat::Affine { .. }).then_some(at);

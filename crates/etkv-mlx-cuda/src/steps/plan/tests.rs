@@ -69,7 +69,6 @@ fn recipe(packing: Affine) -> Recipe {
     }
 }
 
-/// The constants of the recipe.
 fn constants(packing: Affine) -> Result<Vec<Option<Array>>> {
     let numbers = |shape: &[i32]| normal::<f32>(shape, None, None, None)?.as_dtype(Dtype::Bfloat16);
     let matrix = numbers(&[ROWS, COLUMNS])?;
