@@ -309,6 +309,59 @@ CASES: dict[str, Case] = {
         },
         {},
     ),
+    "llama4": (
+        "llama4",
+        "llama4_text",
+        {
+            **{"intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1},
+            **{"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "head_dim": 16},
+        },
+        {
+            **{".feed_forward_length": 96, ".expert_feed_forward_length": 32, ".interleave_moe_layer_step": 2},
+            ".attention.layer_norm_rms_epsilon": 1e-5,
+        },
+        {},
+    ),
+    "llama4, all layers alike": (
+        "llama4",
+        "llama4_text",
+        {
+            **{"intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"head_dim": 16, "no_rope_layers": [1, 1], "layer_types": ["full_attention"] * 2},
+        },
+        {
+            **{".feed_forward_length": 96, ".expert_feed_forward_length": 32, ".interleave_moe_layer_step": 1},
+            **{".attention.layer_norm_rms_epsilon": 1e-5, ".attention.sliding_window": 0},
+        },
+        {},
+    ),
+    "phimoe": (
+        "phimoe",
+        "phimoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+        {".attention.sliding_window": 0},
+        {},
+    ),
+    "phimoe, long": (
+        "phimoe",
+        "phimoe",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.2},
+                **{"short_factor": [1.0 + 0.1 * at for at in range(8)], "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            **{".rope.scaling.original_context_length": 64, ".rope.scaling.attn_factor": 1.2},
+            ".attention.sliding_window": 0,
+        },
+        {
+            "rope_factors_short.weight": [1.0 + 0.1 * at for at in range(8)],
+            "rope_factors_long.weight": [2.0] * 8,
+        },
+    ),
     "lfm2": (
         "lfm2",
         "lfm2",

@@ -317,6 +317,7 @@ CASES = {
         {".logit_scale": 0.5, ".attention.sliding_window": 24, ".rope.dimension_count": 32},
         {},
     ),
+    "apertus": ("apertus", "apertus", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
     **gguf_cases.CASES,
 }
 """Case -> architecture, family of transformers, its settings, the file's keys, further tensors."""

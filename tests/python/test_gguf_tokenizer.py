@@ -498,12 +498,16 @@ def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
 
 
 @pytest.mark.parametrize("pieced", [False], indirect=True, ids=["no-prefix"])
-@pytest.mark.parametrize(("model", "pre"), [("gemma4", None), ("gpt2", "sarvam-moe"), ("gpt2", "gemma4")])
-def test_merges_of_characters(pieced, runner, tmp_path, model, pre):
+@pytest.mark.parametrize(
+    ("model", "pre", "adds_bos"),
+    [("gemma4", None, None), ("gpt2", "sarvam-moe", None), ("gpt2", "gemma4", True), ("gemma4", None, False)],
+)
+def test_merges_of_characters(pieced, runner, tmp_path, model, pre, adds_bos):
     """Characters are merged within a line, and line feeds with each other. A text begins with BOS."""
     pieces, opened = pieced
     merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
     named = {"model": model, "pre": pre, "merges": merges, "scores": None, "bos_token_id": 1, "unknown_token_id": 0}
+    named["add_bos_token"] = adds_bos
     tokenizer = gguf.read_tokenizer(changed(opened, **named))
     tokenizer.save_pretrained(tmp_path)
     runner.open(tmp_path)

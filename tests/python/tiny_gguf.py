@@ -66,6 +66,7 @@ def write(
 
     config = json.loads((folder / "config.json").read_text())
     values = _sizes(config, architecture) | _tokenizer(folder, config, pre_tokenizer)
+    values |= tiny_gguf_layouts.keys(architecture, _state(folder))
     values |= {f"{architecture}{key}" if key.startswith(".") else key: value for key, value in (keys or {}).items()}
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=tensors_of_a_part)
     for key, value in values.items():
@@ -134,6 +135,12 @@ def _tokenizer(folder: Path, config: dict, pre_tokenizer: str) -> dict[str, Any]
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
         "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
     }
+
+
+def _state(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.torch import load_file
+
+    return {name: weight.float().numpy() for name, weight in load_file(folder / "model.safetensors").items()}
 
 
 def _weights(folder: Path, config: dict, architecture: str) -> dict[str, np.ndarray]:

@@ -99,6 +99,31 @@ def _gpt_oss(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     return None
 
 
+def _llama4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
+    match name:
+        case "feed_forward.experts.gate_up_proj":
+            gate, up = np.split(weight.swapaxes(1, 2), 2, axis=1)
+            return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+        case "feed_forward.experts.down_proj":
+            return {"ffn_down_exps.weight": weight.swapaxes(1, 2)}
+    return None
+
+
+def _apertus(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
+    # They are keys.
+    return {} if ".act_fn." in name else None
+
+
+def keys(architecture: str, weights: Tensors) -> dict[str, list[float]]:
+    """Return the keys that the converter makes of weights, a number for each layer."""
+    made: dict[str, list[float]] = {}
+    for name, weight in sorted(weights.items()) if architecture == "apertus" else ():
+        _, mark, part = name.partition(".act_fn.")
+        if mark:
+            made.setdefault(f"apertus.xielu.{part}", []).append(weight.item())
+    return made
+
+
 def _post_norm(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     return {"post_attention_norm.weight": weight} if name == "post_attention_layernorm.weight" else None
 
@@ -183,10 +208,12 @@ _MAMBA = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe"
 _DELTA = ("qwen35", "qwen35moe", "qwen3next")
 _OF_LAYERS = {
     **dict.fromkeys(_DELTA, _delta),
+    "apertus": _apertus,
     "deepseek2": _deepseek2,
     "glm4moe": _post_norm,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite_hybrid,
+    "llama4": _llama4,
     "lfm2": _convolution,
     "lfm2moe": _convolution,
     "nemotron_h": _nemotron_h,

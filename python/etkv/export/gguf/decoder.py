@@ -100,6 +100,15 @@ class Decoder:
         usual = 1.0 / math.sqrt(self.head_dim)
         self.keys.only("attention.scale", 0.0, usual, reason=f"but this architecture scales by {usual:.6g}")
 
+    def only_long_rope(self, rotary: Settings, family: str) -> None:
+        """Raise :class:`EtkvError` for a ``rotary`` embedding with another scaling than long RoPE."""
+        keys = self.keys
+        if rotary["rope_type"] not in ("default", "longrope"):
+            name = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+            raise keys.refuse(
+                name, f"but transformers' {family} has no rotary embedding of type {rotary['rope_type']!r}"
+            )
+
     def has_bias(self, name: str) -> bool:
         """Return whether the first layer has a bias ``name``, such as ``attn_q``."""
         return self.keys.has_tensor(f"blk.0.{name}.bias")

@@ -84,12 +84,22 @@ def _phi3(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like(partial=True)
     rotary = settings["rope_parameters"]
-    if rotary["rope_type"] not in ("default", "longrope"):
-        name = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
-        raise keys.refuse(name, f"but transformers' Phi-3 has no rotary embedding of type {rotary['rope_type']!r}")
+    decoder.only_long_rope(rotary, "Phi-3")
     original = rotary.get("original_max_position_embeddings", decoder.context)
     settings["original_max_position_embeddings"] = original
     return "phi3", settings | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
+
+
+def _apertus(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_head_dim()
+    decoder.usual_scale()
+    settings = decoder.llama_like()
+    del settings["head_dim"]
+    for part in ("alpha_p", "alpha_n", "beta", "eps"):
+        # The weights of the activation, which have no tensors.
+        keys.reals_of_layers(f"xielu.{part}", decoder.layers)
+    return "apertus", settings | {"attention_bias": decoder.biases()["attention_bias"]}
 
 
 def _starcoder2(keys: Keys) -> tuple[str, Settings]:
@@ -280,6 +290,7 @@ def _starcoder(keys: Keys) -> tuple[str, Settings]:
 
 
 READERS: dict[str, Reader] = {
+    "apertus": _apertus,
     "arcee": _arcee,
     "chatglm": _chatglm,
     "cohere2": _cohere2,

@@ -93,6 +93,18 @@ class Keys:
             raise self.refuse(name, f"expected integers of at least 0, one for each of {layers} layers")
         return value[:layers]
 
+    def reals_of_layers(self, name: str, layers: int) -> list[float]:
+        """Return a finite number for each of the first ``layers``. A file may have one number for all layers.
+
+        Raises :class:`EtkvError` as :meth:`real` does, and for a list that is too short.
+        """
+        value = self._required(name, None)
+        if not isinstance(value, list):
+            return [self.real(name)] * layers
+        if len(value) < layers or not all(isinstance(item, float) and math.isfinite(item) for item in value):
+            raise self.refuse(name, f"expected finite numbers, one for each of {layers} layers")
+        return value[:layers]
+
     def has(self, name: str) -> bool:
         """Return whether the file has the key ``name``. This does not mark the key as read."""
         return self._get(name) is not None

@@ -51,6 +51,11 @@ def _transposed(parts: Sequence[Any], config: Any) -> Any:
     return parts[0].swapaxes(-1, -2)
 
 
+def _transposed_halves(parts: Sequence[Any], config: Any) -> Any:
+    """Return the outputs of two products, one after the other in the last axis."""
+    return np.concatenate([part.swapaxes(-1, -2) for part in parts], axis=-1)
+
+
 def _alternating(parts: Sequence[Any], config: Any) -> Any:
     """Return the outputs of two products, interleaved in the last axis."""
     parts = [part.swapaxes(-1, -2) if part.ndim == 3 else part for part in parts]
@@ -190,6 +195,10 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "lfm2": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels),),
     "lfm2moe": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels),),
+    "llama4": (
+        Rule(r"experts\.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _transposed_halves),
+        Rule(r"experts\.down_proj", ("ffn_down_exps.weight",), _transposed),
+    ),
     "mamba2": _MAMBA,
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
@@ -198,6 +207,18 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "qwen3next": _NEXT,
 }
 """llama.cpp's name of an architecture -> its rules. The first rule whose tensors are in the file applies."""
+
+
+_OF_KEYS = {"apertus": (re.compile(r"mlp\.act_fn\.(alpha_p|alpha_n|beta|eps)"), r"xielu.\1")}
+"""llama.cpp's name of an architecture -> the parameters of a layer that are keys of the file, and the name of the
+key."""
+
+
+def key_of(architecture: str, name: str) -> str | None:
+    """Return the key with a number for each layer, of which the parameter ``name`` has that of its layer."""
+    pattern, key = _OF_KEYS.get(architecture, (None, ""))
+    match = None if pattern is None else pattern.fullmatch(name)
+    return None if match is None else match.expand(key)
 
 
 def rules(architecture: str, name: str) -> list[Rule]:

@@ -175,6 +175,49 @@ def _afmoe(keys: Keys) -> tuple[str, Settings]:
     return "afmoe", settings | renamed | decoder.window(4) | {"mup_enabled": True}
 
 
+_CHUNK, _WITHOUT_ROPE = 8192, 4
+"""Positions of a chunk of Llama 4, and every how many layers one has no positions. llama.cpp has no keys for them."""
+
+
+def _llama4(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like()
+    settings["intermediate_size_mlp"] = settings.pop("intermediate_size")
+    settings["intermediate_size"] = keys.positive("expert_feed_forward_length")
+    # The router is a sigmoid of the chosen experts' logits, before the experts.
+    keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
+    settings["num_local_experts"] = keys.positive("expert_count")
+    settings["num_experts_per_tok"] = keys.positive("expert_used_count")
+    settings["interleave_moe_layer_step"] = keys.positive("interleave_moe_layer_step")
+    settings["attention_bias"] = decoder.biases()["attention_bias"]
+    # llama.cpp leaves out the norms of queries and keys in the model with 128 experts.
+    settings["use_qk_norm"] = settings["num_local_experts"] != 128
+    if keys.has("attention.sliding_window") and not keys.integer("attention.sliding_window"):
+        # All layers attend to everything, and rotate.
+        settings |= {"no_rope_layers": [1] * decoder.layers, "layer_types": ["full_attention"] * decoder.layers}
+        return "llama4_text", settings
+    keys.only("attention.sliding_window", _CHUNK, reason=f"but chunks of this architecture have {_CHUNK} positions")
+    settings |= {"attention_chunk_size": _CHUNK, "no_rope_layer_interval": _WITHOUT_ROPE, "floor_scale": _CHUNK}
+    return "llama4_text", settings | {"attn_scale": 0.1, "attn_temperature_tuning": True}
+
+
+def _phimoe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_head_dim()
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.experts(normalized=True)
+    settings["num_local_experts"] = settings.pop("num_experts")
+    rotary = settings["rope_parameters"]
+    decoder.only_long_rope(rotary, "Phi-MoE")
+    if rotary["rope_type"] == "longrope":
+        # One factor of cosines and sines, for short and long texts.
+        rotary |= {"short_mscale": rotary["attention_factor"], "long_mscale": rotary["attention_factor"]}
+    settings["sliding_window"] = keys.integer("attention.sliding_window", 0) or None
+    settings["attention_bias"] = decoder.biases()["attention_bias"]
+    return "phimoe", settings | {"lm_head_bias": keys.has_tensor("output.bias")}
+
+
 READERS: dict[str, Reader] = {
     "afmoe": _afmoe,
     "dots1": _dots1,
@@ -183,9 +226,11 @@ READERS: dict[str, Reader] = {
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "hunyuan-moe": _hunyuan_moe,
+    "llama4": _llama4,
     "minimax-m2": _minimax_m2,
     "granitemoe": _granitemoe,
     "olmoe": _olmoe,
+    "phimoe": _phimoe,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
 }

@@ -73,9 +73,9 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
 
     _check_keys(file)
     vocabulary = _Vocabulary(file)
-    kind = file.values.get("tokenizer.ggml.model")
-    if kind == "gemma4" or (kind == "gpt2" and file.values.get("tokenizer.ggml.pre") in MERGES_CHARACTERS):
-        # In these models, llama.cpp begins every text with BOS and ignores the key of the file.
+    kind, pre = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre")
+    is_gemma4 = kind == "gemma4" or (kind == "gpt2" and pre == "gemma4")
+    if is_gemma4 or (kind == "gpt2" and pre in MERGES_CHARACTERS):
         tokenizer, adds_bos = _characters(vocabulary), True
     elif kind == "gpt2":
         tokenizer, adds_bos = _byte_level(vocabulary)
@@ -87,7 +87,8 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
             "(SentencePiece) and gemma4; export the model's Hugging Face folder instead"
         )
     tokenizer.add_tokens(vocabulary.added())
-    _add_ends(tokenizer, vocabulary, adds_bos)
+    # In Gemma 4's files llama.cpp begins every text with BOS, whatever the key says: early files are wrong.
+    _add_ends(tokenizer, vocabulary, is_gemma4 or vocabulary.flag("add_bos_token", adds_bos))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=vocabulary.special("bos"),
@@ -295,10 +296,10 @@ def _characters(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """Let ``tokenizer`` add BOS before a text and EOS after it, by the keys of the file or the kind of tokenizer."""
+    """Let ``tokenizer`` add BOS before a text if it ``adds_bos``, and EOS after it by the key of the file."""
     from tokenizers import processors
 
-    adds = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
+    adds = {"bos": adds_bos, "eos": vocabulary.flag("add_eos_token", False)}
     named = {name: vocabulary.special(name) for name, added in adds.items() if added}
     for name, token in named.items():
         if token is None:

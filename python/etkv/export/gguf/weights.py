@@ -90,6 +90,9 @@ class _Reader:
 
     def read(self, name: str, sources: list[str], shape: tuple[int, ...]) -> np.ndarray:
         """Return the values of transformers' parameter ``name``, contiguous and of ``shape``."""
+        key = self._key(name)
+        if key is not None:
+            return np.full(shape, key, dtype=np.float32)
         if self._is_absent_bias(name, sources[0]):
             return np.zeros(shape, dtype=np.float32)
         parts = [self._file.tensors[source].read() for source in sources]
@@ -112,7 +115,7 @@ class _Reader:
         The rows of all experts are one matrix.
         """
         rule = self._rule(name)
-        if rule is not None and rule.make is not layouts.joined:
+        if not sources or (rule is not None and rule.make is not layouts.joined):
             return None
         tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
         if len(tensors) != len(sources) or not all(tensor.kind in packed.FORMATS for tensor in tensors):
@@ -157,7 +160,11 @@ class _Reader:
             )
 
     def sources(self, name: str) -> list[str]:
-        """Return the names of the file's tensors for transformers' parameter ``name``."""
+        """Return the names of the file's tensors for transformers' parameter ``name``; empty for a number that is a
+        key.
+        """
+        if self._key(name) is not None:
+            return []
         layer = re.search(r"\.(\d+)\.", name)
         rule = self._rule(name)
         if layer is not None and rule is not None:
@@ -171,6 +178,15 @@ class _Reader:
         if known is None:
             raise EtkvError(f"parameter {name} of family {self._config.model_type!r} has no name in GGUF files")
         return [known]
+
+    def _key(self, name: str) -> float | None:
+        """Return the number for transformers' parameter ``name``, if the file has it as a key."""
+        layer = re.search(r"\.(\d+)\.(.*)", name)
+        key = None if layer is None else layouts.key_of(self._file.architecture, layer[2])
+        if layer is None or key is None:
+            return None
+        value = self._file.values[f"{self._file.architecture}.{key}"]
+        return float(value[int(layer[1])] if isinstance(value, list) else value)
 
     def _rule(self, name: str) -> Rule | None:
         """Return the rule for transformers' parameter ``name``: the first whose tensors the file has, or the last."""
