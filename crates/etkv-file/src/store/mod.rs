@@ -371,7 +371,7 @@ impl PrefixStore {
             }
             self.place.remove(&file.name);
             bytes -= file.bytes;
-            debug!(target: TARGET, file = file.name, bytes = file.bytes, "a stored text made room");
+            debug!(target: TARGET, file = file.name, bytes = file.bytes, "a stored text was removed to make room");
         }
         Ok(())
     }

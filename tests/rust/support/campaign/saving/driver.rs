@@ -177,7 +177,7 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
         if let Some(all) = cache.sequences_mut() {
             all.cancel_step()?;
         }
-        // A refusal of the memory budget is the result, even if another step would fit.
+        // If the memory budget refuses the step, the refusal is the result. A smaller step is not tried.
         if MemoryBudget::is_refusal(&error) {
             return Err(error);
         }
