@@ -177,7 +177,7 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
         if let Some(all) = cache.sequences_mut() {
             all.cancel_step()?;
         }
-        // If the memory budget refuses the step, the refusal is the result. A smaller step is not tried.
+        // If the memory budget refuses the step, the refusal is the result: pending frontiers are not tried.
         if MemoryBudget::is_refusal(&error) {
             return Err(error);
         }
