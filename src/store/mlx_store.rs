@@ -99,9 +99,9 @@ impl MlxStore {
         Ok(SavedRows(saved))
     }
 
-    /// Undoes the writes of the open step. Unevaluated writes are dropped without evaluation, because it may have
-    /// failed before. Evaluated writes stay in unused slots, except that `blank` slots are zeroed: a mask cannot hide
-    /// a value that is not finite.
+    /// Undoes the writes of the open step. Unevaluated writes are dropped, because an evaluation that failed would
+    /// fail again. Evaluated writes stay in unused slots, except that `blank` slots are zeroed: a mask cannot hide a
+    /// value that is not finite.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
             pool.roll_back()?;

@@ -112,8 +112,8 @@ impl Target {
         }
     }
 
-    /// Loads the target from a folder; in a store, the text of `version`. Returns the version that the contents claim
-    /// and the contents, or `None` if the file does not exist yet.
+    /// Loads the target from a folder; in a store, the text of `version`. Returns the version in the token ids and
+    /// the contents, or `None` if the file does not exist yet.
     fn load(self, version: u64, folder: &Path) -> Option<(u64, Vec<u8>)> {
         let path = self.path(folder);
         let mut cache = self.empty();

@@ -541,7 +541,7 @@ impl<S: Store> Storage<S> {
     /// Rolls the step back. `written` are the slots that it wrote in each layer group. A step that was set `aside` is
     /// often rolled back, so this logs no warning.
     ///
-    /// Unevaluated writes are dropped without evaluation, because it may have failed before. Evaluated writes stay in
+    /// Unevaluated writes are dropped, because an evaluation that failed would fail again. Evaluated writes stay in
     /// unused slots, except in buffers that sequences share: there they are zeroed, because a mask cannot hide values
     /// that are not finite.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
