@@ -1,4 +1,4 @@
-//! Element-wise functions of several tensors, composed of several operations.
+//! Element-wise functions of several tensors, made of several operations.
 
 use mlx_rs::Dtype;
 
@@ -7,7 +7,7 @@ use super::{Binary, Unary};
 /// An element-wise function of some tensors, which broadcast.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Expression {
-    /// The operations, each after its operands. The last one is the result.
+    /// The operations, each after those that it reads. The last one is the result.
     pub nodes: Vec<Node>,
 }
 
@@ -20,4 +20,6 @@ pub enum Node {
     Unary(Unary, usize),
     Binary(Binary, usize, usize),
     AsType(usize, Dtype),
+    /// Two nodes along an axis, which is the last one.
+    Concatenate([usize; 2], i32),
 }

@@ -1,45 +1,116 @@
 //! Element-wise expressions, as one kernel launch on a GPU.
 //!
-//! MLX's `compile` fuses a function's element-wise operations to one kernel. The function is traced once for the
-//! dtypes and ranks of its arguments. A later call compares these and adds one node to the graph.
+//! On CUDA, a kernel of our own computes an expression. MLX's `compile` would also do, but compiles some thirty
+//! kernels for each expression, which takes 8 s on a machine that has not run it before. On Metal, MLX's `compile` is
+//! used. It traces a function once for the dtypes and ranks of its arguments. A later call compares these and adds one
+//! node to the graph.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::{Array, Dtype};
 use mlx_sys::{mlx_closure, mlx_vector_array};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
+use tracing::warn;
 
+use super::cuda_text::{self, InputType};
 use super::elementwise::{run_binary, run_unary};
 use crate::error::{fail, Result};
 use crate::ir::{Expression, Node};
+use crate::TARGET;
+use etkv::kernels::ElementwiseKernel;
 use etkv::mlx::{self, arrays, cast, check, Arrays};
 
-/// The maximum number of expressions that a process compiles. A program has a few.
+/// The maximum number of expressions that a process compiles, and of different types of the inputs of each. A
+/// program has a few.
 const MAX_COMPILED: usize = 256;
+const MAX_TYPES: usize = 8;
 
 /// Returns the result of an expression.
 pub fn run(on_gpu: bool, expression: &Expression, inputs: &[&Array]) -> Result<Array> {
     // On a CPU, MLX would compile with the machine's C++ compiler.
-    if !on_gpu {
-        return separately(expression, inputs);
+    let result = match on_gpu {
+        true if cfg!(target_os = "macos") => by_mlx(expression, inputs)?,
+        true => by_kernel(expression, inputs)?,
+        false => None,
+    };
+    match result {
+        Some(result) => Ok(result),
+        None => separately(expression, inputs),
+    }
+}
+
+/// The kernels of an expression, by the types of its inputs: `None` if there is none. Kernels return these dtypes.
+type Kernels = Vec<(SmallVec<[InputType; 4]>, Option<(ElementwiseKernel, Dtype)>)>;
+
+/// The kernels of all expressions. Use them only under the lock of MLX.
+static KERNELS: Mutex<Option<HashMap<Expression, Kernels>>> = Mutex::new(None);
+
+/// Computes an expression with a kernel, if it has one.
+fn by_kernel(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>> {
+    let types: SmallVec<[InputType; 4]> =
+        inputs.iter().map(|input| (input.dtype(), input.ndim())).collect();
+    let Some(shape) = cuda_text::shape(expression, inputs) else {
+        return Ok(None);
+    };
+    let mut all = KERNELS.lock();
+    let all = all.get_or_insert_default();
+    if !all.contains_key(expression) {
+        if all.len() >= MAX_COMPILED {
+            return Ok(None);
+        }
+        all.insert(expression.clone(), Kernels::new());
+    }
+    let Some(kernels) = all.get_mut(expression) else {
+        return Ok(None);
+    };
+    if let Some((_, kernel)) = kernels.iter().find(|(known, _)| *known == types) {
+        return match kernel {
+            Some((kernel, dtype)) => kernel.launch(inputs, &shape, *dtype),
+            None => Ok(None),
+        };
+    }
+    // A prompt of no tokens, for example, would show nothing.
+    if kernels.len() >= MAX_TYPES || shape.contains(&0) {
+        return Ok(None);
+    }
+    let compiled = match cuda_text::text(expression, &types) {
+        Some(text) => ElementwiseKernel::new(&text.body, inputs, &shape, text.dtype)
+            .unwrap_or_else(|error| {
+                warn!(target: TARGET, %error, "operations run one by one: their kernel cannot be compiled");
+                None
+            })
+            .map(|kernel| (kernel, text.dtype)),
+        None => None,
+    };
+    let result = match &compiled {
+        Some((kernel, dtype)) => kernel.launch(inputs, &shape, *dtype)?,
+        None => None,
+    };
+    kernels.push((types, compiled));
+    Ok(result)
+}
+
+/// Computes an expression with a function that MLX has compiled.
+fn by_mlx(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>> {
+    if expression.nodes.iter().any(|node| matches!(node, Node::Concatenate(..))) {
+        return Ok(None);
     }
     let compiled = {
         let mut all = COMPILED.lock();
         let all = all.get_or_insert_default();
         match all.get(expression) {
             Some(compiled) => *compiled,
-            None if all.len() >= MAX_COMPILED => None,
+            None if all.len() >= MAX_COMPILED => return Ok(None),
             None => {
                 let compiled: &'static Compiled = Box::leak(Box::new(Compiled::new(expression)?));
-                *all.entry(expression.clone()).or_insert(Some(compiled))
+                all.entry(expression.clone()).or_insert(compiled)
             }
         }
     };
-    match compiled {
-        Some(compiled) => compiled.call(inputs),
-        None => separately(expression, inputs),
-    }
+    compiled.call(inputs).map(Some)
 }
 
 /// Computes the operations one by one.
@@ -54,6 +125,7 @@ fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
             Node::Unary(function, x) => run_unary(function, &results[x])?,
             Node::Binary(function, a, b) => run_binary(function, &results[a], &results[b])?,
             Node::AsType(x, dtype) => cast(&results[x], dtype)?,
+            Node::Concatenate([a, b], axis) => concatenate(&[&results[a], &results[b]], axis)?,
         };
         results.push(result);
     }
@@ -64,7 +136,7 @@ fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
 }
 
 /// The expressions that MLX has compiled. Use it only under the lock of MLX.
-static COMPILED: Mutex<Option<HashMap<Expression, Option<&'static Compiled>>>> = Mutex::new(None);
+static COMPILED: Mutex<Option<HashMap<Expression, &'static Compiled>>> = Mutex::new(None);
 
 /// An expression that MLX compiled. It lives until the process ends, because each thread's MLX identifies compiled
 /// functions by their addresses.
@@ -167,6 +239,25 @@ mod tests {
         Expression { nodes }
     }
 
+    /// The rotary embedding of the first half of each row of two: `[x cos + (-x2, x1) sin, rest]`.
+    fn rotary() -> Expression {
+        let nodes = vec![
+            Node::Input(0),
+            Node::Input(1),
+            Node::Binary(Binary::Multiply, 0, 1),
+            Node::Input(2),
+            Node::Unary(Unary::Neg, 3),
+            Node::Input(4),
+            Node::Concatenate([4, 5], -1),
+            Node::Input(3),
+            Node::Binary(Binary::Multiply, 6, 7),
+            Node::Binary(Binary::Add, 2, 8),
+            Node::Input(5),
+            Node::Concatenate([9, 10], 3),
+        ];
+        Expression { nodes }
+    }
+
     #[test]
     fn a_traced_expression_is_the_same() {
         mlx::run(|| {
@@ -214,7 +305,15 @@ mod tests {
                     for dtype in [Dtype::Float32, Dtype::Bfloat16] {
                         let (x, by) = (parts[0].as_dtype(dtype)?, parts[1].as_dtype(dtype)?);
                         let [bias, zero, rate] = &vectors;
+                        let heads = normal(&[1, 3, n_tokens, 48])?.as_dtype(dtype)?;
+                        let heads = run_split(&heads, -1, &[16, 32], &(48..=48))?;
+                        let halves = run_split(&heads[0], -1, &[8], &(16..=16))?;
+                        let table = normal(&[1, 1, n_tokens, 32])?.as_dtype(dtype)?;
+                        let table = run_split(&table, -1, &[16], &(32..=32))?;
+                        let rotated =
+                            [&heads[0], &table[0], &halves[1], &table[1], &halves[0], &heads[1]];
                         for (expression, inputs, made) in [
+                            (rotary(), &rotated[..], dtype),
                             (activation(Unary::Silu), &[&x, &by][..], dtype),
                             (activation(Unary::GeluTanh), &[&x, &by], dtype),
                             (decay(), &[&x, bias, zero, rate], Dtype::Float32),

@@ -13,6 +13,7 @@ mod compare;
 mod compiled;
 mod convolution;
 mod create;
+pub mod cuda_text;
 mod elementwise;
 mod experts;
 pub mod frame;

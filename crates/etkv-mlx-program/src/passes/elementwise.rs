@@ -8,8 +8,9 @@ use smallvec::SmallVec;
 
 use super::{makers, only_readers};
 use crate::ir::{Binary, Expression, Graph, Instruction, Node, Op, Out, Value};
+use crate::ops::cuda_text::{supports_binary, supports_unary};
 
-/// The maximum number of tensors that an expression reads, and its maximum depth. MLX splits larger expressions.
+/// The maximum number of tensors that an expression reads, and its maximum depth.
 const MAX_INPUTS: usize = 8;
 const MAX_DEPTH: usize = 10;
 
@@ -46,14 +47,20 @@ pub fn fuse(graph: &mut Graph) {
     graph.main.instructions = instructions.into_iter().flatten().collect();
 }
 
-/// Returns the tensors that an element-wise operation reads; `None` for other operations.
+/// Returns the tensors that an element-wise operation reads, or a concatenation of two; `None` for other operations.
 fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
     Some(match *op {
+        Op::Unary { function, .. } if !supports_unary(function) => return None,
+        Op::Binary { function, .. } if !supports_binary(function) => return None,
         Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => {
             SmallVec::from_slice(&[x])
         }
         Op::Binary { a, b, .. } | Op::Activation { x: a, by: Some(b), .. } => {
             SmallVec::from_slice(&[a, b])
+        }
+        // Rotary embeddings concatenate along the last axis, which is the axis 3 of heads.
+        Op::Concatenate { ref tensors, axis: -1 | 3 } if tensors.len() == 2 => {
+            SmallVec::from_slice(tensors)
         }
         _ => return None,
     })
@@ -86,6 +93,7 @@ impl Tree<'_> {
             }
             (Op::AsType { dtype, .. }, &[x]) => self.add(Node::AsType(x, *dtype)),
             (Op::Binary { function, .. }, &[a, b]) => self.add(Node::Binary(*function, a, b)),
+            (Op::Concatenate { axis, .. }, &[a, b]) => self.add(Node::Concatenate([a, b], *axis)),
             (Op::Activation { function, .. }, &[x, by]) => {
                 let activated = self.add(Node::Unary(*function, x));
                 self.add(Node::Binary(Binary::Multiply, activated, by))
@@ -191,6 +199,33 @@ mod tests {
         let inputs = SmallVec::from_slice(&[Value(1), Value(2)]);
         let op = Op::Elementwise { expression, inputs };
         assert_eq!(made, [Instruction { op, out: Out::Tensor(Value(14)) }]);
+    }
+
+    #[test]
+    fn a_rotation_of_heads_is_one_expression() {
+        let joined =
+            |a: u32, b: u32, axis| Op::Concatenate { tensors: vec![Value(a), Value(b)], axis };
+        let made = fused(
+            vec![
+                (binary(Binary::Multiply, 1, 2), 10),
+                (unary(Unary::Neg, 4), 11),
+                (joined(11, 3, -1), 12),
+                (binary(Binary::Multiply, 12, 5), 13),
+                (binary(Binary::Add, 10, 13), 14),
+                (joined(14, 6, 3), 15),
+            ],
+            &[15],
+        );
+        let [Instruction { op: Op::Elementwise { expression, inputs }, .. }] = &made[..] else {
+            panic!("{made:?}");
+        };
+        assert_eq!(inputs[..], [1, 2, 4, 3, 5, 6].map(Value));
+        assert_eq!(expression.nodes.last(), Some(&Node::Concatenate([9, 10], 3)));
+        // Along another axis, and of three tensors.
+        let other = vec![(unary(Unary::Neg, 1), 10), (joined(10, 2, 1), 11)];
+        assert_eq!(fused(other, &[11]).len(), 2);
+        let three = Op::Concatenate { tensors: [10, 2, 3].map(Value).to_vec(), axis: -1 };
+        assert_eq!(fused(vec![(unary(Unary::Neg, 1), 10), (three, 11)], &[11]).len(), 2);
     }
 
     #[test]

@@ -1,0 +1,56 @@
+//! Kernels of element-wise functions, whose texts callers generate.
+
+use std::ffi::CString;
+
+use etkv_cuda::text;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
+
+use super::raw::Kernel;
+use super::{can_run, header, source};
+use crate::error::{Error, Result, Status};
+
+/// Threads of a block.
+const THREADS: i32 = 256;
+
+/// A kernel that computes each element of its result in a thread. Used under the lock of MLX only.
+pub struct ElementwiseKernel(Kernel);
+
+impl ElementwiseKernel {
+    /// Compiles `body`, a function of the arrays `x0`, `x1`… and `out`. It may call the functions of
+    /// `elementwise.cuh` of `etkv_cuda`. `inputs` and `shape` are the arguments of a first launch, which shows
+    /// whether it can be compiled. Returns `None` where kernels cannot run.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if it cannot be compiled.
+    pub fn new(body: &str, inputs: &[&Array], shape: &[i32], dtype: Dtype) -> Result<Option<Self>> {
+        if !can_run()? {
+            return Ok(None);
+        }
+        let names = (0..inputs.len())
+            .map(|index| CString::new(format!("x{index}")))
+            .collect::<std::result::Result<Vec<_>, _>>()
+            .map_err(|_| Error::new(Status::Internal, "a zero byte in the name of an array"))?;
+        let names: Vec<_> = names.iter().map(CString::as_c_str).collect();
+        let (header, source) = (header("elementwise", text::ELEMENTWISE)?, source(body)?);
+        let kernel =
+            Self(Kernel::new(c"etkv_elementwise", &names, &[c"out"], &source, &header, 0)?);
+        match kernel.launch(inputs, shape, dtype)? {
+            Some(first) => eval([&first])?,
+            None => return Ok(None),
+        }
+        Ok(Some(kernel))
+    }
+
+    /// Computes the function of `inputs`, of the numbers of axes and dtypes that the body was generated for.
+    /// Returns `None` if kernels cannot run here, or the result has no elements or too many.
+    pub fn launch(&self, inputs: &[&Array], shape: &[i32], dtype: Dtype) -> Result<Option<Array>> {
+        let elements = shape.iter().try_fold(1i32, |n, &size| n.checked_mul(size));
+        match elements.filter(|n| (1..=i32::MAX - THREADS).contains(n)) {
+            Some(threads) if can_run()? => {
+                self.0.launch(inputs, &[(shape, dtype)], [threads, 1, 1], THREADS).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+}
