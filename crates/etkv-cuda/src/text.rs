@@ -22,7 +22,7 @@ pub const ATTENTION: &str = include_str!("kernels/attention.cuh");
 pub const ROTARY: &str = include_str!("kernels/rotary.cuh");
 /// The search for elements that are not finite.
 pub const FINITE: &str = include_str!("kernels/finite.cuh");
-/// Functions of elements.
+/// Element-wise functions.
 pub const ELEMENTWISE: &str = include_str!("kernels/elementwise.cuh");
 /// RMS norms of rows with any strides.
 pub const NORM_ROWS: &str = include_str!("kernels/norm_rows.cuh");

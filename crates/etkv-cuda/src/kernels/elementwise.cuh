@@ -1,8 +1,8 @@
-// Functions of elements, in float32.
+// Element-wise functions in float32.
 
 namespace etkv {
 
-// Returns the float nearest to `x` that `E` holds.
+// Rounds `x` to type `E`.
 template <typename E>
 __device__ inline float rounded(float x) {
   return static_cast<float>(static_cast<E>(x));
@@ -18,13 +18,13 @@ __device__ inline float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-// A comparison with NaN is false, so that NaN is returned.
+// If a number is NaN, the result is NaN, because comparisons with NaN are false.
 __device__ inline float maximum(float a, float b) { return a != a || a > b ? a : b; }
 __device__ inline float minimum(float a, float b) { return a != a || a < b ? a : b; }
 
 __device__ inline float log_add_exp(float a, float b) {
   float larger = maximum(a, b), smaller = minimum(a, b);
-  // Also where both are the same infinity, whose difference is NaN.
+  // This includes two equal infinities, whose difference would be NaN.
   if (larger == smaller && larger == larger) return larger + 0.69314718055994531f;
   return larger + log1pf(expf(smaller - larger));
 }
