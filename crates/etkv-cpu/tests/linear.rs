@@ -101,7 +101,7 @@ fn scales_of_integers() {
     let mut x = [0.0; 32];
     x[5] = 127.0;
     let run = |name: &str, scales: Vec<u8>| {
-        let mut call = load(&payload.replacen("int4", name, 1)).unwrap();
+        let mut call = load(&payload.replacen("int4", name, 1))?;
         let weights = [&scales[..], &codes].concat();
         let shape = [1, 1, weights.len() as i32];
         let inputs = [
@@ -116,6 +116,12 @@ fn scales_of_integers() {
     assert_eq!(run("int4_float16", [0x55, 0x35].repeat(16)).unwrap(), third);
     assert_eq!(run("int4", [0xaa, 0x3e].repeat(16)).unwrap(), f32::from_bits(0x3eaa_0000));
     assert_eq!(run("int4_float32", third.to_le_bytes().repeat(16)).unwrap(), third);
+    // The code and a bias of two.
+    let biased = [0x55, 0x35].repeat(16).into_iter().chain([0x00, 0x40].repeat(16)).collect();
+    assert_eq!(run("int4_float16_biased", biased).unwrap(), 9.0 * third + 2.0);
+    let error = run("int4_nested", vec![0; 96]).unwrap_err();
+    assert_eq!(error.status(), Status::Program, "{error}");
+    assert!(error.message().contains("a multiple of 8, got 1"), "{error}");
     let error = run("int4_float32", [0x55, 0x35].repeat(16)).unwrap_err();
     assert_eq!(error.status(), Status::Shape, "{error}");
     assert!(error.message().contains("weights: expected 320 numbers or bytes, got 288"), "{error}");

@@ -2,6 +2,7 @@
 
 use etkv_core::{fail, Result};
 
+use super::scales::Scales;
 use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
 use crate::parallel::{Parallel, Serial};
 
@@ -49,30 +50,60 @@ impl Embedding {
                 out.iter_mut().zip(lane).for_each(|(out, x)| *out = from_bf16(*x));
             }
             WeightFormat::Int8 { group, scales } => {
-                let groups = tile.chunks_exact(scales.size() + ROWS * group);
-                for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
-                    let scale = scales.of_row(packed, lane);
-                    let (quads, _) = packed[scales.size()..].as_chunks::<4>();
+                let zero = if scales.are_biased() { 0.0 } else { 128.0 };
+                each_group(tile, group, scales, ROWS * group, lane, out, |out, quads, weight| {
                     let (out, _) = out.as_chunks_mut::<4>();
                     for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
-                        *out = quad.map(|code| scale * (f32::from(code) - 128.0));
+                        *out = quad.map(|code| weight(f32::from(code) - zero));
                     }
-                }
+                });
             }
             WeightFormat::Int4 { group, scales } => {
-                let groups = tile.chunks_exact(scales.size() + ROWS * group / 2);
-                for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
-                    let scale = scales.of_row(packed, lane);
-                    let (quads, _) = packed[scales.size()..].as_chunks::<4>();
-                    let (out, _) = out.as_chunks_mut::<8>();
-                    for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
-                        for (j, &two) in quad.iter().enumerate() {
-                            out[j] = scale * (f32::from(two & 15) - 8.0);
-                            out[4 + j] = scale * (f32::from(two >> 4) - 8.0);
+                let zero = if scales.are_biased() { 0.0 } else { 8.0 };
+                each_group(
+                    tile,
+                    group,
+                    scales,
+                    ROWS * group / 2,
+                    lane,
+                    out,
+                    |out, quads, weight| {
+                        let (out, _) = out.as_chunks_mut::<8>();
+                        for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS))
+                        {
+                            for (j, &two) in quad.iter().enumerate() {
+                                out[j] = weight(f32::from(two & 15) - zero);
+                                out[4 + j] = weight(f32::from(two >> 4) - zero);
+                            }
                         }
-                    }
-                }
+                    },
+                );
             }
+        }
+    }
+}
+
+/// Calls `unpack` for each group of row `lane` of a tile, with its part of `out`, its `codes` bytes of codes in fours,
+/// and the function of a code that returns the weight.
+fn each_group(
+    tile: &[u8],
+    group: usize,
+    scales: Scales,
+    codes: usize,
+    lane: usize,
+    out: &mut [f32],
+    unpack: impl Fn(&mut [f32], &[[u8; 4]], &dyn Fn(f32) -> f32),
+) {
+    let ((sharing, factors), size) = (scales.shared(), scales.size());
+    let tile = tile.chunks_exact(factors + sharing * (size + codes));
+    for (out, shared) in out.chunks_exact_mut(sharing * group).zip(tile) {
+        let (factors, groups) = shared.split_at(factors);
+        let groups = groups.chunks_exact(size + codes);
+        for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
+            let (numbers, codes) = packed.split_at(size);
+            // SAFETY: the slices have the numbers of a group and of its factors.
+            let [scales, biases] = unsafe { scales.all(numbers.as_ptr(), factors.as_ptr()) };
+            unpack(out, codes.as_chunks::<4>().0, &|code| scales[lane] * code + biases[lane]);
         }
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod float_tile;
 pub(crate) mod integer_tile;
 pub(crate) mod quantize;
 mod run;
+pub(crate) mod scales;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod tiles;
@@ -20,6 +21,7 @@ mod workspace;
 
 pub use embedding::{embed_into, Embedding};
 pub use run::{multiply_into, Linear, Product};
-pub use weights::{Scales, WeightFormat};
+pub use scales::Scales;
+pub use weights::WeightFormat;
 pub(crate) use workspace::Pieces;
 pub use workspace::{Workspace, Workspaces};

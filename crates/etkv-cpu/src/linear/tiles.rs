@@ -43,14 +43,23 @@ impl Tiles {
     }
 
     /// Rounds one group of numbers to integers. Returns the scale, and the initial value of the group's sums.
-    /// Codes of weights are unsigned, so this value is minus the sum of the inputs times the code of zero.
+    /// Codes of weights are unsigned, so this value is minus the sum of the inputs times the code of zero, or
+    /// the sum of the inputs for weights with biases.
     pub fn quantize(&self, from: &[f32], codes: &mut [i8]) -> (f32, i32) {
         let (mut scale, mut sum) = (0.0, 0);
         let codes = &mut codes[..from.len()];
         // SAFETY: the references are valid, and there are as many codes as numbers.
         unsafe { self.enter(Quantize { from, codes, scale: &mut scale, sum: &mut sum }) };
-        let zero = if matches!(self.format, WeightFormat::Int4 { .. }) { 8 } else { 128 };
-        (scale, -zero * sum)
+        let start = match self.format {
+            WeightFormat::Int8 { scales, .. } | WeightFormat::Int4 { scales, .. }
+                if scales.are_biased() =>
+            {
+                sum
+            }
+            WeightFormat::Int4 { .. } => -8 * sum,
+            _ => -128 * sum,
+        };
+        (scale, start)
     }
 
     /// Writes row `i` of a block. Rounds it to integers if weights are integers.

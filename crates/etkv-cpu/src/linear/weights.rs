@@ -1,7 +1,8 @@
 //! The memory layout of packed weights.
 
 use etkv_core::{fail, Result};
-use half::{bf16, f16};
+
+use super::scales::Scales;
 
 /// The maximum number of elements of a row, and of rows. It exceeds that of any model, and sizes in bytes fit
 /// 64 bits.
@@ -37,40 +38,6 @@ pub enum WeightFormat {
     },
 }
 
-/// The type of the scales of a tile. Each group has a scale for each row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scales {
-    /// bfloat16.
-    Bf16,
-    /// IEEE binary16.
-    F16,
-    /// IEEE binary32.
-    F32,
-}
-
-impl Scales {
-    /// Returns the bytes of the scales before the codes of a group.
-    pub(crate) fn size(self) -> usize {
-        match self {
-            Self::Bf16 | Self::F16 => 2 * ROWS,
-            Self::F32 => 4 * ROWS,
-        }
-    }
-
-    /// Returns the scale of row `row` in a tile. `group` has the bytes of the group.
-    pub(crate) fn of_row(self, group: &[u8], row: usize) -> f32 {
-        let half = || [group[2 * row], group[2 * row + 1]];
-        match self {
-            Self::Bf16 => bf16::from_le_bytes(half()).to_f32_const(),
-            Self::F16 => f16::from_le_bytes(half()).to_f32_const(),
-            Self::F32 => {
-                let [a, b] = [4 * row, 4 * row + 2].map(|at| [group[at], group[at + 1]]);
-                f32::from_le_bytes([a[0], a[1], b[0], b[1]])
-            }
-        }
-    }
-}
-
 impl WeightFormat {
     /// Returns the size of the groups, or `None` for floats.
     pub fn group(self) -> Option<usize> {
@@ -80,13 +47,23 @@ impl WeightFormat {
         }
     }
 
+    /// Returns the number of columns of which rows have a multiple.
+    pub(crate) fn unit(self) -> usize {
+        match self {
+            Self::F32 | Self::Bf16 => 1,
+            Self::Int8 { group, scales } | Self::Int4 { group, scales } => {
+                group * scales.shared().0
+            }
+        }
+    }
+
     /// Returns the bytes of a tile whose rows have `columns` elements.
     pub fn tile_size(self, columns: usize) -> usize {
         match self {
             Self::F32 => 4 * ROWS * columns,
             Self::Bf16 => 2 * ROWS * columns,
-            Self::Int8 { group, scales } => columns / group * (scales.size() + ROWS * group),
-            Self::Int4 { group, scales } => columns / group * (scales.size() + ROWS * group / 2),
+            Self::Int8 { group, scales } => in_groups(columns, group, scales, ROWS * group),
+            Self::Int4 { group, scales } => in_groups(columns, group, scales, ROWS * group / 2),
         }
     }
 
@@ -100,6 +77,12 @@ impl WeightFormat {
     }
 }
 
+/// Returns the bytes of a tile whose groups have codes of `codes` bytes.
+fn in_groups(columns: usize, group: usize, scales: Scales, codes: usize) -> usize {
+    let (sharing, factors) = scales.shared();
+    columns / (sharing * group) * (factors + sharing * (scales.size() + codes))
+}
+
 /// Checks that weights in `format` can have rows of this width.
 ///
 /// # Errors
@@ -108,7 +91,8 @@ pub(crate) fn check_width(width: usize, format: WeightFormat) -> Result<()> {
     if !(1..=MAX_SIZE).contains(&width) {
         fail!(Program, "width of rows: expected 1 to {MAX_SIZE}, got {width}");
     }
-    let Some(group) = format.group() else {
+    let (WeightFormat::Int8 { group, scales } | WeightFormat::Int4 { group, scales }) = format
+    else {
         return Ok(());
     };
     if group == 0 || group % 32 != 0 || group > MAX_GROUP {
@@ -116,6 +100,10 @@ pub(crate) fn check_width(width: usize, format: WeightFormat) -> Result<()> {
     }
     if !width.is_multiple_of(group) {
         fail!(Program, "group size {group} does not divide rows of {width}");
+    }
+    if !width.is_multiple_of(format.unit()) {
+        let (sharing, _) = scales.shared();
+        fail!(Program, "groups of a row: expected a multiple of {sharing}, got {}", width / group);
     }
     Ok(())
 }

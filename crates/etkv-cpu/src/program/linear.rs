@@ -180,9 +180,15 @@ impl payload::Weights {
             Self::Int8 => WeightFormat::Int8 { group, scales: Scales::Bf16 },
             Self::Int8Float16 => WeightFormat::Int8 { group, scales: Scales::F16 },
             Self::Int8Float32 => WeightFormat::Int8 { group, scales: Scales::F32 },
+            Self::Int8Float16Biased => WeightFormat::Int8 { group, scales: Scales::F16Biased },
+            Self::Int8Float32Biased => WeightFormat::Int8 { group, scales: Scales::F32Biased },
+            Self::Int8Nested => WeightFormat::Int8 { group, scales: Scales::Nested },
             Self::Int4 => WeightFormat::Int4 { group, scales: Scales::Bf16 },
             Self::Int4Float16 => WeightFormat::Int4 { group, scales: Scales::F16 },
             Self::Int4Float32 => WeightFormat::Int4 { group, scales: Scales::F32 },
+            Self::Int4Float16Biased => WeightFormat::Int4 { group, scales: Scales::F16Biased },
+            Self::Int4Float32Biased => WeightFormat::Int4 { group, scales: Scales::F32Biased },
+            Self::Int4Nested => WeightFormat::Int4 { group, scales: Scales::Nested },
         }
     }
 }

@@ -68,14 +68,16 @@ fn outputs_are_those_of_plain_loops() {
         if numbers.below(3) == 0 {
             weights[1] = FORMATS[numbers.below(FORMATS.len())];
         }
-        let [unit, second_unit] = weights.map(|format| format.group().unwrap_or(1));
+        let [unit, second_unit] = weights.map(WeightFormat::unit);
         let gated = numbers.below(3) != 0;
         let limited = gated && numbers.below(3) == 0;
         let function = FUNCTIONS[numbers.below(FUNCTIONS.len())];
         let experts = Experts {
             n_experts: 1 + numbers.below(9),
-            hidden: unit * (1 + numbers.below(if unit == 1 { 90 } else { 5 })),
-            intermediate: second_unit.max(16) * (1 + numbers.below(4)),
+            hidden: unit
+                * (1 + numbers.below(if unit == 1 { 90 } else { 160_usize.div_ceil(unit) })),
+            intermediate: second_unit.max(16)
+                * (1 + numbers.below(if second_unit < 256 { 4 } else { 1 })),
             weights,
             activation: Activation {
                 function,
@@ -108,9 +110,14 @@ fn outputs_are_those_of_plain_loops() {
 fn an_output_depends_on_its_token_alone() {
     let mut numbers = Numbers(2);
     for format in FORMATS {
-        let weights = [format; 2];
-        let experts =
-            Experts { n_experts: 6, hidden: 128, intermediate: 192, weights, activation: swiglu() };
+        let (weights, unit) = ([format; 2], format.unit());
+        let experts = Experts {
+            n_experts: 6,
+            hidden: 128.max(unit),
+            intermediate: 192.max(unit),
+            weights,
+            activation: swiglu(),
+        };
         let layer = Layer::new(experts, true, &mut numbers);
         let (n_tokens, k) = (70, 3);
         let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(6) as i64).collect();
@@ -141,11 +148,11 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
 fn what_is_not_finite_stays_so_and_touches_no_other_token() {
     let mut numbers = Numbers(3);
     for format in FORMATS {
-        let weights = [format; 2];
+        let (weights, width) = ([format; 2], 64.max(format.unit()));
         for function in FUNCTIONS {
             let activation = Activation { function, ..swiglu() };
             let experts =
-                Experts { n_experts: 3, hidden: 64, intermediate: 64, weights, activation };
+                Experts { n_experts: 3, hidden: width, intermediate: width, weights, activation };
             let layer = Layer::new(experts, false, &mut numbers);
             let (n_tokens, k) = (20, 2);
             let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(3) as i64).collect();
@@ -156,7 +163,7 @@ fn what_is_not_finite_stays_so_and_touches_no_other_token() {
                 let mut x = good.clone();
                 x[7 * experts.hidden + 13] = bad;
                 let found = run(&layer, &x, &chosen, &factors);
-                let rows = found.chunks(64).zip(expected.chunks(64));
+                let rows = found.chunks(width).zip(expected.chunks(width));
                 for (token, (found, expected)) in rows.enumerate() {
                     let what = format!("{weights:?}, {function:?}, token {token}");
                     match token {

@@ -9,7 +9,7 @@ use crate::experts::run::{route_into, Inputs};
 use crate::experts::sizes::Experts;
 use crate::experts::workspace::Workspace;
 use crate::linear::tests::reference::Numbers;
-use crate::linear::weights::{Scales, WeightFormat};
+use crate::linear::{Scales, WeightFormat};
 use crate::parallel::Serial;
 
 const EXPERTS: Experts = Experts {

@@ -3,8 +3,9 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::linear::weights::{Scales, ROWS};
-use crate::simd::{Avx2, Simd};
+use crate::linear::scales::NESTED;
+use crate::linear::weights::ROWS;
+use crate::simd::Avx2;
 
 /// The number of rows of a vector.
 const HALF: usize = ROWS / 2;
@@ -28,19 +29,20 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half: usize) {
     let mut sums = [_mm256_setzero_ps(); N];
-    let mut weights = tile.weights;
+    let (mut weights, mut factors) = (tile.weights, tile.weights);
+    let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
+    let is_biased = tile.stored.are_biased();
     let mut inputs = tile.inputs.cast::<i32>();
     let (mut scales, mut starts) = (tile.scales, tile.starts);
     // SAFETY: the caller upholds the contract.
     unsafe {
-        for _ in 0..tile.n_groups {
-            let of_half = weights.add(half * tile.stored.size() / 2);
-            let of_weights = match tile.stored {
-                Scales::Bf16 => Avx2::bf16(of_half),
-                Scales::F16 => Avx2::f16(of_half),
-                Scales::F32 => Avx2::load(of_half.cast()),
-            };
-            weights = weights.add(tile.stored.size());
+        for group in 0..tile.n_groups {
+            if of_factors != 0 && group % NESTED == 0 {
+                factors = weights;
+                weights = weights.add(of_factors);
+            }
+            let (of_weights, biases) = tile.stored.load::<Avx2>(weights, factors, half * HALF);
+            weights = weights.add(size);
             let mut codes = weights.add(half * 4 * HALF);
             let mut dots = [_mm256_setzero_si256(); N];
             for _ in 0..tile.group / 32 {
@@ -56,8 +58,16 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
             weights = codes.sub(half * 4 * HALF);
             for (i, sum) in sums.iter_mut().enumerate() {
                 // Codes of 8 bits are converted to signed numbers, so nothing must be subtracted.
-                let start = if IS_INT4 { *starts.add(i) } else { 0 };
+                let start = match (IS_INT4, is_biased) {
+                    (true, false) => *starts.add(i),
+                    (false, true) => 128 * *starts.add(i),
+                    _ => 0,
+                };
                 let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(start));
+                if is_biased {
+                    let of_inputs = _mm256_set1_ps(*scales.add(i) * *starts.add(i) as f32);
+                    *sum = _mm256_fmadd_ps(biases, of_inputs, *sum);
+                }
                 let scale = _mm256_mul_ps(of_weights, _mm256_set1_ps(*scales.add(i)));
                 *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
             }

@@ -3,8 +3,9 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::linear::weights::{Scales, ROWS};
-use crate::simd::{Avx512, Simd};
+use crate::linear::scales::NESTED;
+use crate::linear::weights::ROWS;
+use crate::simd::Avx512;
 
 /// The distance in bytes at which weights are prefetched.
 const AHEAD: usize = 4096;
@@ -40,21 +41,30 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
 unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
     let low_bits = _mm512_set1_epi8(15);
     let mut sums = [_mm512_setzero_ps(); N];
-    let mut weights = tile.weights;
+    let (mut weights, mut factors) = (tile.weights, tile.weights);
+    let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
+    let is_biased = tile.stored.are_biased();
     let mut inputs = tile.inputs.cast::<i32>();
     let (mut scales, mut starts) = (tile.scales, tile.starts);
     // SAFETY: the caller upholds the contract.
     unsafe {
-        for _ in 0..tile.n_groups {
-            let of_weights = match tile.stored {
-                Scales::Bf16 => Avx512::bf16(weights),
-                Scales::F16 => Avx512::f16(weights),
-                Scales::F32 => Avx512::load(weights.cast()),
-            };
-            weights = weights.add(tile.stored.size());
+        for group in 0..tile.n_groups {
+            if of_factors != 0 && group % NESTED == 0 {
+                factors = weights;
+                weights = weights.add(of_factors);
+            }
+            let (of_weights, biases) = tile.stored.load::<Avx512>(weights, factors, 0);
+            weights = weights.add(size);
             let mut dots = [_mm512_setzero_si512(); N];
-            for (i, dot) in dots.iter_mut().enumerate() {
-                *dot = _mm512_set1_epi32(*starts.add(i));
+            if is_biased {
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    let of_inputs = _mm512_set1_ps(*scales.add(i) * *starts.add(i) as f32);
+                    *sum = _mm512_fmadd_ps(biases, of_inputs, *sum);
+                }
+            } else {
+                for (i, dot) in dots.iter_mut().enumerate() {
+                    *dot = _mm512_set1_epi32(*starts.add(i));
+                }
             }
             for _ in 0..tile.group / 8 {
                 if N <= FEW {

@@ -1,10 +1,11 @@
 //! The kernel for NEON, which multiplies four rows at a time.
 
 use std::arch::aarch64::*;
-use std::arch::asm;
 
 use super::IntegerTile;
-use crate::linear::weights::{Scales, ROWS};
+use crate::linear::scales::NESTED;
+use crate::linear::weights::ROWS;
+use crate::simd::Neon;
 
 /// The number of rows of a vector.
 const QUARTER: usize = ROWS / 4;
@@ -30,19 +31,21 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
     // SAFETY: the caller upholds the contract.
     unsafe {
         let mut sums = [vdupq_n_f32(0.0); N];
-        let mut weights = tile.weights;
+        let (mut weights, mut factors) = (tile.weights, tile.weights);
+        let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
+        let is_biased = tile.stored.are_biased();
         let mut inputs = tile.inputs.cast::<i32>();
-        let mut scales = tile.scales;
-        for _ in 0..tile.n_groups {
-            let of_quarter = weights.add(quarter * tile.stored.size() / 4);
-            let of_weights = match tile.stored {
-                Scales::Bf16 => {
-                    vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(of_quarter.cast())))
-                }
-                Scales::F16 => wide(vld1_u16(of_quarter.cast())),
-                Scales::F32 => vld1q_f32(of_quarter.cast()),
-            };
-            weights = weights.add(tile.stored.size());
+        let (mut scales, mut starts) = (tile.scales, tile.starts);
+        for group in 0..tile.n_groups {
+            if of_factors != 0 && group % NESTED == 0 {
+                factors = weights;
+                weights = weights.add(of_factors);
+            }
+            // The loaded vectors have two quarters.
+            let (of_weights, biases) =
+                tile.stored.load::<Neon>(weights, factors, quarter / 2 * 2 * QUARTER);
+            let (of_weights, biases) = (of_weights[quarter % 2], biases[quarter % 2]);
+            weights = weights.add(size);
             let mut dots = [vdupq_n_s32(0); N];
             for _ in 0..tile.group / 8 {
                 let at = weights.add(quarter * 4 * QUARTER);
@@ -68,32 +71,23 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
                 inputs = inputs.add(2 * N);
             }
             for (i, sum) in sums.iter_mut().enumerate() {
+                let mut dot = dots[i];
+                if is_biased {
+                    // Codes got the sign of numbers around zero.
+                    let start = *starts.add(i);
+                    dot = vaddq_s32(dot, vdupq_n_s32(start * if IS_INT4 { 8 } else { 128 }));
+                    *sum = vfmaq_n_f32(*sum, biases, *scales.add(i) * start as f32);
+                }
                 let scale = vmulq_n_f32(of_weights, *scales.add(i));
-                *sum = vfmaq_f32(*sum, vcvtq_f32_s32(dots[i]), scale);
+                *sum = vfmaq_f32(*sum, vcvtq_f32_s32(dot), scale);
             }
             scales = scales.add(N);
+            starts = starts.add(N);
         }
         for (i, &sum) in sums.iter().enumerate() {
             vst1q_f32(tile.out.add(i * ROWS + quarter * QUARTER), sum);
         }
     }
-}
-
-/// Converts four float16 numbers. This is assembly because stable Rust lacks the float16 types of NEON.
-#[inline]
-#[target_feature(enable = "neon")]
-fn wide(halves: uint16x4_t) -> float32x4_t {
-    let wide: float32x4_t;
-    // SAFETY: the instruction only reads and writes these registers.
-    unsafe {
-        asm!(
-            "fcvtl {wide:v}.4s, {halves:v}.4h",
-            wide = lateout(vreg) wide,
-            halves = in(vreg) halves,
-            options(pure, nomem, nostack, preserves_flags),
-        );
-    }
-    wide
 }
 
 /// Returns four sums, each of four products of bytes.

@@ -8,18 +8,21 @@ use crate::linear::weights::ROWS;
 /// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run(tile: &IntegerTile) {
     let n = tile.n;
-    let (start, code_bytes) =
-        (tile.stored.size(), ROWS * tile.group / if tile.is_int4 { 2 } else { 1 });
+    let code_bytes = ROWS * tile.group / if tile.is_int4 { 2 } else { 1 };
+    let (size, (sharing, of_factors)) = (tile.stored.size(), tile.stored.shared());
+    let is_biased = tile.stored.are_biased();
     for i in 0..n {
         let mut sums = [0.0f32; ROWS];
         for group in 0..tile.n_groups {
             // SAFETY: the caller upholds the contract.
             unsafe {
-                let at = tile.weights.add(group * (start + code_bytes));
-                let of_group = std::slice::from_raw_parts(at, start + code_bytes);
-                let codes = &of_group[start..];
+                let shared = sharing * (size + code_bytes) + of_factors;
+                let factors = tile.weights.add(group / sharing * shared);
+                let at = factors.add(of_factors + group % sharing * (size + code_bytes));
+                let codes = std::slice::from_raw_parts(at.add(size), code_bytes);
                 let quads = tile.inputs.cast::<[i8; QUAD]>().add(group * tile.group / QUAD * n + i);
-                let mut dots = [*tile.starts.add(group * n + i); ROWS];
+                let start = *tile.starts.add(group * n + i);
+                let mut dots = [if is_biased { 0 } else { start }; ROWS];
                 for quad in 0..tile.group / QUAD {
                     let x = *quads.add(quad * n);
                     for (row, dot) in dots.iter_mut().enumerate() {
@@ -36,9 +39,12 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
                     }
                 }
                 let scale = *tile.scales.add(group * n + i);
+                let [of_weights, biases] = tile.stored.all(at, factors);
                 for (row, (sum, dot)) in sums.iter_mut().zip(dots).enumerate() {
-                    let of_weights = tile.stored.of_row(of_group, row);
-                    *sum = (dot as f32).mul_add(of_weights * scale, *sum);
+                    if is_biased {
+                        *sum = biases[row].mul_add(scale * start as f32, *sum);
+                    }
+                    *sum = (dot as f32).mul_add(of_weights[row] * scale, *sum);
                 }
             }
         }

@@ -6,13 +6,14 @@ mod tiles;
 
 use super::embedding::{embed_into, Embedding};
 use super::run::{multiply_with, Linear, Product};
-use super::weights::{Scales, WeightFormat};
+use super::scales::Scales;
+use super::weights::WeightFormat;
 use super::workspace::Workspace;
 use crate::attention::synthetic::Threads;
 use crate::simd::Instructions;
 use reference::{dot, rounded, Numbers, Weights};
 
-pub(crate) const FORMATS: [WeightFormat; 7] = [
+pub(crate) const FORMATS: [WeightFormat; 11] = [
     WeightFormat::F32,
     WeightFormat::Bf16,
     WeightFormat::Int8 { group: 32, scales: Scales::Bf16 },
@@ -20,6 +21,10 @@ pub(crate) const FORMATS: [WeightFormat; 7] = [
     WeightFormat::Int4 { group: 64, scales: Scales::Bf16 },
     WeightFormat::Int4 { group: 32, scales: Scales::F16 },
     WeightFormat::Int8 { group: 64, scales: Scales::F32 },
+    WeightFormat::Int4 { group: 32, scales: Scales::F16Biased },
+    WeightFormat::Int8 { group: 64, scales: Scales::F32Biased },
+    WeightFormat::Int4 { group: 32, scales: Scales::Nested },
+    WeightFormat::Int8 { group: 32, scales: Scales::Nested },
 ];
 
 /// A call with random weights.
@@ -88,8 +93,8 @@ fn outputs_are_those_of_plain_loops() {
     let mut numbers = Numbers(11);
     for case in 0..150 {
         let format = FORMATS[case % FORMATS.len()];
-        let unit = format.group().unwrap_or(1);
-        let columns = unit * (1 + numbers.below(if unit == 1 { 130 } else { 9 }));
+        let unit = format.unit();
+        let columns = unit * (1 + numbers.below(if unit == 1 { 130 } else { 288 / unit }));
         let rows = (0..1 + numbers.below(3)).map(|_| 1 + numbers.below(150)).collect();
         let call = Call::new(Linear { columns, format, rows }, &mut numbers);
         let n_tokens = if case % 4 == 0 { 1 } else { 1 + numbers.below(40) };
@@ -139,11 +144,11 @@ fn an_output_depends_on_its_input_alone() {
 fn what_is_not_finite_stays_in_its_row() {
     let mut numbers = Numbers(13);
     for format in FORMATS {
-        let call = Call::new(Linear { columns: 64, format, rows: vec![20] }, &mut numbers);
-        let mut x = numbers.floats(20 * 64);
+        let call = Call::new(Linear { columns: 256, format, rows: vec![20] }, &mut numbers);
+        let mut x = numbers.floats(20 * 256);
         let whole = call.run(Instructions::best(), &x, 2);
         for (token, number) in [(3, f32::NAN), (7, f32::INFINITY)] {
-            x[token * 64 + 9] = number;
+            x[token * 256 + 9] = number;
         }
         let found = call.run(Instructions::best(), &x, 2);
         for (token, (found, whole)) in found[0].chunks(20).zip(whole[0].chunks(20)).enumerate() {
@@ -159,7 +164,7 @@ fn what_is_not_finite_stays_in_its_row() {
 fn rows_of_embeddings_are_the_weights() {
     let mut numbers = Numbers(14);
     for format in FORMATS {
-        let (rows, width) = (75, 192);
+        let (rows, width) = (75, 512);
         let weights = Weights::new(format, 1, rows, width, &mut numbers);
         let embedding = Embedding { rows, width, format };
         for n in [0, 1, 5, 90] {

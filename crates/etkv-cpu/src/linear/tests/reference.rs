@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::linear::weights::{Scales, WeightFormat, ROWS};
+use crate::linear::scales::{Scales, NESTED};
+use crate::linear::weights::{WeightFormat, ROWS};
 
 /// A pseudorandom number generator.
 pub struct Numbers(pub u64);
@@ -107,15 +108,22 @@ fn pack(
     bytes: &mut Vec<u8>,
     numbers: &mut Numbers,
 ) {
-    let offset = 1i32 << (bits - 1);
-    for first in (0..columns).step_by(group) {
-        let scales: Vec<f32> =
-            (0..ROWS).map(|_| scale(numbers.float() / offset as f32, stored, bytes)).collect();
+    let half = 1i32 << (bits - 1);
+    let offset = if stored.are_biased() { 0 } else { half };
+    let mut factors = Vec::new();
+    for (at, first) in (0..columns).step_by(group).enumerate() {
+        if stored == Scales::Nested && at % NESTED == 0 {
+            factors =
+                vec![halves(numbers, 1.0 / (256 * half) as f32), halves(numbers, 1.0 / 256.0)];
+            bytes.extend(factors.iter().flatten().flat_map(|x| x.to_le_bytes()));
+        }
+        let (scales, biases) = numbers_of(stored, &factors, half as f32, bytes, numbers);
         let mut codes = vec![[0u8; ROWS]; group];
         for (at, codes) in codes.iter_mut().enumerate() {
             for (row, code) in codes.iter_mut().enumerate() {
                 *code = numbers.below(1 << bits) as u8;
-                tile[row * columns + first + at] = scales[row] * (i32::from(*code) - offset) as f32;
+                tile[row * columns + first + at] =
+                    scales[row] * (i32::from(*code) - offset) as f32 + biases[row];
             }
         }
         for eight in codes.chunks_exact(8) {
@@ -132,24 +140,47 @@ fn pack(
     }
 }
 
-/// Appends a scale, and returns its value.
-fn scale(value: f32, stored: Scales, bytes: &mut Vec<u8>) -> f32 {
-    match stored {
-        Scales::Bf16 => {
-            let value = bf16::from_f32(value);
-            bytes.extend(value.to_le_bytes());
-            value.to_f32()
-        }
-        Scales::F16 => {
-            let value = f16::from_f32(value);
-            bytes.extend(value.to_le_bytes());
-            value.to_f32()
-        }
-        Scales::F32 => {
-            bytes.extend(value.to_le_bytes());
-            value
+fn halves(numbers: &mut Numbers, most: f32) -> Vec<f16> {
+    (0..ROWS).map(|_| f16::from_f32(numbers.float() * most)).collect()
+}
+
+/// Appends the scales of a group, and its biases if it has any. Returns their values.
+fn numbers_of(
+    stored: Scales,
+    factors: &[Vec<f16>],
+    half: f32,
+    bytes: &mut Vec<u8>,
+    numbers: &mut Numbers,
+) -> (Vec<f32>, Vec<f32>) {
+    let mut made = [vec![0.0; ROWS], vec![-0.0; ROWS]];
+    let kinds = if stored.are_biased() { 2 } else { 1 };
+    for (kind, made) in made.iter_mut().enumerate().take(kinds) {
+        let most = if kind == 0 { 1.0 / half } else { 1.0 };
+        for (row, made) in made.iter_mut().enumerate() {
+            let value = numbers.float() * most;
+            match stored {
+                Scales::Bf16 => {
+                    bytes.extend(bf16::from_f32(value).to_le_bytes());
+                    *made = bf16::from_f32(value).to_f32();
+                }
+                Scales::F16 | Scales::F16Biased => {
+                    bytes.extend(f16::from_f32(value).to_le_bytes());
+                    *made = f16::from_f32(value).to_f32();
+                }
+                Scales::F32 | Scales::F32Biased => {
+                    bytes.extend(value.to_le_bytes());
+                    *made = value;
+                }
+                Scales::Nested => {
+                    let byte = numbers.below(256) as u8;
+                    bytes.push(byte);
+                    *made = factors[kind][row].to_f32() * f32::from(byte);
+                }
+            }
         }
     }
+    let [scales, biases] = made;
+    (scales, biases)
 }
 
 /// Returns numbers that are rounded to 8 bits in groups.

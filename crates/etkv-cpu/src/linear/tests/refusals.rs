@@ -5,8 +5,8 @@ use etkv_core::{Result, Status};
 use super::reference::{Numbers, Weights};
 use crate::linear::embedding::{embed_into, Embedding};
 use crate::linear::run::{multiply_into, Linear, Product};
-use crate::linear::weights::{Scales, WeightFormat};
 use crate::linear::workspace::Workspace;
+use crate::linear::{Scales, WeightFormat};
 use crate::parallel::Serial;
 
 const INT4: WeightFormat = WeightFormat::Int4 { group: 32, scales: Scales::Bf16 };
@@ -58,6 +58,11 @@ fn products_of_other_sizes_are_refused() {
             WeightFormat::Int4 { group: 96, scales: Scales::Bf16 },
             20,
             "group size 96 does not divide rows of 64",
+        ),
+        (
+            WeightFormat::Int4 { group: 32, scales: Scales::Nested },
+            20,
+            "groups of a row: expected a multiple of 8, got 2",
         ),
         (INT4, 0, "rows: expected 1 to"),
     ] {

@@ -6,7 +6,8 @@ use crate::linear::blocks::{Block, Packed, BLOCK};
 use crate::linear::float_tile::FloatTile;
 use crate::linear::integer_tile::{Dot, IntegerTile};
 use crate::linear::quantize::Quantize;
-use crate::linear::weights::{Scales, WeightFormat, ROWS};
+use crate::linear::scales::Scales;
+use crate::linear::weights::{WeightFormat, ROWS};
 use crate::simd::{with_simd, Instructions, Simd};
 
 /// Products are exact except for float32 rounding, even with the largest codes and inputs.
@@ -16,7 +17,7 @@ fn products_of_a_tile() {
     for format in FORMATS {
         for instructions in Instructions::available() {
             let dot = Dot::of(instructions);
-            let columns = 2 * format.group().unwrap_or(37);
+            let columns = if format.group().is_some() { 2 * format.unit() } else { 37 };
             let floats = BLOCK * with_simd!(instructions, |S| S::WIDTH) / ROWS;
             let most = if format.group().is_some() { dot.most() } else { floats };
             for n in 1..=most {
@@ -55,7 +56,11 @@ fn products_of_a_tile() {
                         })
                         .collect();
                     let scale = numbers.floats(n_groups);
-                    let zero = if matches!(format, WeightFormat::Int4 { .. }) { 8 } else { 128 };
+                    let zero = match format {
+                        _ if stored.are_biased() => -1,
+                        WeightFormat::Int4 { .. } => 8,
+                        _ => 128,
+                    };
                     let start: Vec<i32> = codes
                         .chunks_exact(group)
                         .map(|codes| -zero * codes.iter().map(|&code| i32::from(code)).sum::<i32>())
