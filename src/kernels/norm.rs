@@ -81,8 +81,8 @@ impl Launch {
         Some(Self { elements, rows, block })
     }
 
-    /// Returns the text of the kernel's own function. It computes the offset of a row from the row's indices along all
-    /// axes except the last.
+    /// Returns the text of the kernel's own function. It computes the offset of a row from the row's indices along
+    /// all axes except the last.
     fn text(&self, call: &Norm) -> Result<String> {
         let ([x, weight, out], last) = (self.elements, call.x.ndim() - 1);
         let (has_weight, has_scale) = (call.weight.is_some(), call.scale.is_some());

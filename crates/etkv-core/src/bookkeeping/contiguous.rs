@@ -80,8 +80,8 @@ impl ContiguousBookkeeping {
         self.length
     }
 
-    /// Returns the number of positions that a layer group guarantees to keep. After a rewind, it may have dropped some
-    /// that a sequence of this length would keep.
+    /// Returns the number of positions that a layer group guarantees to keep. After a rewind, it may have dropped
+    /// some that a sequence of this length would keep.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -235,8 +235,8 @@ impl ContiguousBookkeeping {
         positions.start - dropped..positions.end - dropped
     }
 
-    /// Returns the number of positions that are dropped before a plan's step. It is 0 for a step from position 0, which
-    /// begins the sequence anew.
+    /// Returns the number of positions that are dropped before a plan's step. It is 0 for a step from position 0,
+    /// which begins the sequence anew.
     fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0

@@ -468,8 +468,8 @@ pub trait AttendCache: Cache {
     ) -> Result<Spec<Self::Store>>;
 
     /// Compares the values of the next step with its keys in each layer with
-    /// [`values_in_keys`](crate::LayerConfig::values_in_keys), and refuses values that are not in the keys. Called when
-    /// a program is loaded.
+    /// [`values_in_keys`](crate::LayerConfig::values_in_keys), and refuses values that are not in the keys. Called
+    /// when a program is loaded.
     fn expect_program(&mut self) {}
 
     /// Passes the stored rows and anchors that a recurrent layer reads in the step to `work`, and writes the rows and

@@ -305,8 +305,8 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Requests that the next values of each layer with values in keys are compared with its keys. If they were not in
-    /// the keys, the cache would change the program's results.
+    /// Requests that the next values of each layer with values in keys are compared with its keys. If they were not
+    /// in the keys, the cache would change the program's results.
     pub fn expect_program(&mut self) {
         let layers = self.config.layers.iter().enumerate();
         self.unchecked.clear();

@@ -9,7 +9,8 @@ use crate::format::KvFormat;
 use crate::snapshot::{Book, CellsState, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// One sequence of a cache, which a file contains alone: as sequence 0, in the first cells, in the order of positions.
+/// One sequence of a cache, which a file contains alone: as sequence 0, in the first cells, in the order of
+/// positions.
 pub struct OneSequence<'a, S: Store> {
     pub cache: &'a mut CellsCache<S>,
     pub sequence: i32,
