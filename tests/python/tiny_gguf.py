@@ -171,6 +171,10 @@ def _weights(folder: Path, config: dict, architecture: str) -> dict[str, np.ndar
             written[f"blk.{layer}.ffn_down_exps.weight"] = weight
         elif name.endswith("block_sparse_moe.router.weight"):
             written[f"blk.{layer}.ffn_gate_inp.weight"] = weight
+        elif "projections." in name:
+            # Gemma 3n's, in one tensor in the order of their numbers.
+            key = "altup_unembd_proj.weight" if "unembed" in name else "altup_proj.weight"
+            written[key] = np.concatenate([written[key], weight[None]]) if key in written else weight[None]
         elif "_layernorm.norms." in name:
             key = f"blk.{layer}.attn_{name.split('_layernorm')[0][-1]}_norm.weight"
             written[key] = np.concatenate([written[key], weight[None]]) if key in written else weight[None]

@@ -109,6 +109,21 @@ def _llama4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     return None
 
 
+def _gemma3n(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
+    return {"altup_correct_scale.weight": weight} if name == "altup.correct_output_scale" else None
+
+
+def _gemma4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
+    names = {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "router.proj.weight": "ffn_gate_inp.weight",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    }
+    return {names[name]: weight} if name in names else None
+
+
 def _apertus(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     # They are keys.
     return {} if ".act_fn." in name else None
@@ -210,6 +225,8 @@ _OF_LAYERS = {
     **dict.fromkeys(_DELTA, _delta),
     "apertus": _apertus,
     "deepseek2": _deepseek2,
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "glm4moe": _post_norm,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite_hybrid,

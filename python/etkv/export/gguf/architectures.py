@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
-from etkv.export.gguf import dense, hybrids, latent, mixtures, rope, special_tokens
+from etkv.export.gguf import dense, gemma, hybrids, latent, mixtures, rope, special_tokens
 from etkv.export.gguf.decoder import Reader
 from etkv.export.gguf.file import GgufFile
 from etkv.export.gguf.keys import Keys
@@ -73,5 +73,5 @@ def _check_neutral(keys: Keys) -> None:
     keys.only("attention.causal", True, reason="but the KV cache is for causal attention")
 
 
-READERS: dict[str, Reader] = {**dense.READERS, **hybrids.READERS, **latent.READERS, **mixtures.READERS}
+READERS: dict[str, Reader] = {**dense.READERS, **gemma.READERS, **hybrids.READERS, **latent.READERS, **mixtures.READERS}
 """llama.cpp's name of an architecture -> the function that returns its transformers family and settings."""

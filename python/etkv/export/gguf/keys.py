@@ -93,15 +93,17 @@ class Keys:
             raise self.refuse(name, f"expected integers of at least 0, one for each of {layers} layers")
         return value[:layers]
 
-    def reals_of_layers(self, name: str, layers: int) -> list[float]:
-        """Return a finite number for each of the first ``layers``. A file may have one number for all layers.
+    def reals_of_layers(self, name: str, layers: int, *, least: float | None = None) -> list[float]:
+        """Return a finite number for each of the first ``layers``, or ``least``. A file may have one number for all
+        layers.
 
         Raises :class:`EtkvError` as :meth:`real` does, and for a list that is too short.
         """
         value = self._required(name, None)
         if not isinstance(value, list):
             return [self.real(name)] * layers
-        if len(value) < layers or not all(isinstance(item, float) and math.isfinite(item) for item in value):
+        known = [isinstance(item, float) and (math.isfinite(item) or item == least) for item in value]
+        if len(value) < layers or not all(known):
             raise self.refuse(name, f"expected finite numbers, one for each of {layers} layers")
         return value[:layers]
 

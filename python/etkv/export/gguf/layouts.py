@@ -175,6 +175,14 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         Rule(r"self_attn\.kv_b_proj\.weight", ("attn_kv_b.weight",)),
     ),
     "falcon-h1": _MAMBA,
+    "gemma3n": (Rule(r"altup\.correct_output_scale", ("altup_correct_scale.weight",)),),
+    "gemma4": (
+        Rule(r"layer_scalar", ("layer_output_scale.weight",)),
+        Rule(r"router\.proj\.weight", ("ffn_gate_inp.weight",)),
+        Rule(r"router\.scale", ("ffn_gate_inp.scale",)),
+        Rule(r"router\.per_expert_scale", ("ffn_down_exps.scale",)),
+        Rule(r"experts\.gate_up_proj", ("ffn_gate_up_exps.weight",)),
+    ),
     "glm4moe": (_POST_NORM,),
     "gpt-oss": (
         _POST_NORM,

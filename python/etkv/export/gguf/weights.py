@@ -28,6 +28,12 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 _WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from the settings: old converters stored the frequencies of the rotary embedding."""
 
+_OF_CACHE = re.compile(r"blk\.\d+\.attn_(k|v|k_norm)\.weight")
+"""Tensors of keys and values. Those of layers that share keys and values of earlier ones have no effect."""
+
+_PROJECTION = re.compile(r".*\.altup_(unembed_)?projections\.(\d+)\.weight")
+"""Projections between the inputs of Gemma 3n's layers, which a file has in one tensor."""
+
 _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
     "mlp_bias": re.compile(r".*\.mlp\.(gate|up|down)_proj\.bias"),
@@ -115,7 +121,8 @@ class _Reader:
         The rows of all experts are one matrix.
         """
         rule = self._rule(name)
-        if not sources or (rule is not None and rule.make is not layouts.joined):
+        is_part = not sources or _PROJECTION.fullmatch(name) is not None
+        if is_part or (rule is not None and rule.make is not layouts.joined):
             return None
         tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
         if len(tensors) != len(sources) or not all(tensor.kind in packed.FORMATS for tensor in tensors):
@@ -148,11 +155,14 @@ class _Reader:
         """Raise :class:`EtkvError` for a tensor of the model's layers that no parameter uses."""
         named = {source for parts in sources.values() for source in parts}
         stored = self._file.values[f"{self._file.architecture}.block_count"]
+        first_shared = self._config.num_hidden_layers - (getattr(self._config, "num_kv_shared_layers", 0) or 0)
         for name in self._file.tensors:
             layer = _LAYER.match(name)
             if layer is not None and self._config.num_hidden_layers <= int(layer[1]) < stored:
                 continue
             if name in named or name in rope.SETTINGS or _WITHOUT_EFFECT.fullmatch(name):
+                continue
+            if layer is not None and int(layer[1]) >= first_shared and _OF_CACHE.fullmatch(name):
                 continue
             raise EtkvError(
                 f"tensor {name} of {self._file.path} is not used by transformers' model of family "
@@ -172,6 +182,9 @@ class _Reader:
         head = re.fullmatch(r".*\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name)
         if layer is not None and head is not None:
             return [f"blk.{layer[1]}.attn_{head[1]}_norm.weight"]
+        projection = _PROJECTION.fullmatch(name)
+        if projection is not None:
+            return [f"altup_{'unembd_' if projection[1] else ''}proj.weight"]
         known: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name == "lm_head.weight":
             known = "output.weight"
@@ -222,6 +235,8 @@ class _Reader:
         elif architecture == "gptneox" and ".attn_qkv." in source:
             apart = values.reshape(3, config.num_attention_heads, -1, *values.shape[1:])
             ordered = apart.swapaxes(0, 1).reshape(values.shape)
+        elif projection := _PROJECTION.fullmatch(name):
+            ordered = values[int(projection[2])]
         elif architecture == "stablelm" and (head := re.search(r"_layernorm\.norms\.(\d+)\.", name)):
             ordered = values.reshape(-1, values.shape[-1])[int(head[1])]
         return ordered
