@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 
 use tracing::{debug, warn};
 
-/// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
 /// The environment variable that names MLX's folder.
@@ -112,7 +111,6 @@ fn process_prefix() -> String {
     format!("{}-{}-", digits(boot.trim()), digits(&space.to_string_lossy()))
 }
 
-/// Returns whether a process runs.
 fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }

@@ -18,7 +18,6 @@ use tracing::{debug, warn};
 use crate::error::{Error, Result, Status};
 use crate::mlx::{self, check};
 
-/// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
 /// Writes the kernel of an array that is not computed yet to the folder where MLX looks for it.

@@ -11,7 +11,6 @@ use crate::mlx::{call, check, Arrays};
 /// A kernel. MLX compiles it on first use unless it is [cached](super::kept).
 pub struct Kernel {
     raw: mlx_sys::mlx_fast_cuda_kernel,
-    /// Whether the kernel has been launched.
     launched: Cell<bool>,
 }
 

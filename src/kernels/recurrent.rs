@@ -21,7 +21,6 @@ pub const MAX_GROUP_ROWS: usize = 64;
 const STATE_COLUMNS: i32 = 32;
 const STATE_WARPS: i32 = 8;
 
-/// Threads of a block.
 const THREADS: i32 = 256;
 
 /// The maximum size of a key. A thread holds a part of a state in registers.

@@ -15,7 +15,6 @@ use crate::error::Result;
 #[cfg(test)]
 mod tests;
 
-/// Threads of a block.
 const THREADS: i32 = 128;
 
 static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);

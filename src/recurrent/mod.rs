@@ -31,7 +31,6 @@ pub type RecurrentSpec = etkv_core::RecurrentSpec<KvView>;
 /// The rows that a recurrent layer writes in a step.
 pub type RecurrentRows = etkv_core::RecurrentRows<Array>;
 
-/// Checks the shape of an input.
 fn check_shape(array: &Array, name: &str, expected: &[i32]) -> Result<()> {
     if array.shape() != expected {
         fail!(Shape, "expected {name} of shape {expected:?}, got {:?}", array.shape());

@@ -80,7 +80,6 @@ fn plus_product(sum: Option<Array>, a: &Array, b: &Array) -> Result<Array> {
 
 /// Groups side by side, padded to the number of tokens and rows of the longest.
 struct Batch {
-    /// The number of groups.
     size: usize,
     /// The number of tokens of a group.
     n: usize,

@@ -21,9 +21,7 @@ use crate::mlx;
 /// The pools of all layers. A step on the store runs inside [`mlx::run`](crate::mlx::run). [`grow`](Store::grow) and
 /// calls between steps enter MLX themselves.
 pub struct MlxStore {
-    /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// The sizes of each layer.
     sizes: Vec<StoreLayer>,
     /// The watched writes of the open step.
     finite: Finite,

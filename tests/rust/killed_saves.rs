@@ -95,7 +95,6 @@ impl Target {
         cache
     }
 
-    /// Saves a version to a folder.
     fn save(self, cache: &mut AnyCache, version: u64, folder: &Path) {
         let path = self.path(folder);
         let tokens = [version as i64];
@@ -145,7 +144,6 @@ fn text_of(version: u64) -> Vec<Token> {
     (0..n as u64).map(|at| if at < 90 { at } else { 1000 * (version + 1) + at }).collect()
 }
 
-/// Runs tokens at these positions.
 fn run(cache: &mut AnyCache, tokens: &[Token], positions: &[i32]) {
     let layers: Vec<LayerConfig> = cache.config().layers.clone();
     let recurrent = cache.config().recurrent_layers.clone();

@@ -38,7 +38,6 @@ struct Holder {
     name: Option<String>,
     is_cache: bool,
     held: u128,
-    /// The number of shares of this holder.
     shares: usize,
 }
 

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 /// The maximum number of bytes by which a file may increase the memory of the process.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The maximum time for a file.
 const MAX_TIME: Duration = Duration::from_secs(60);
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);

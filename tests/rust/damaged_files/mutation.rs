@@ -287,7 +287,6 @@ fn change_trees(rng: &mut Rng, state: &mut CellsState) {
     }
 }
 
-/// Renumbers a sequence everywhere.
 fn renumber(rng: &mut Rng, state: &mut CellsState) {
     let (from, to) = (rng.below(4) as i32, rng.pick(&[1, 5, 200, 255, 256, 300]));
     for group in groups(state) {

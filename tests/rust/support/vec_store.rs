@@ -45,7 +45,6 @@ impl Tensor {
         &mut self.values[place]
     }
 
-    /// Returns the rows at `slots`.
     fn taken(&self, slots: &Slots) -> Self {
         let [_, heads, _, dim] = self.shape;
         let mut taken = Self::zeros(heads, slots.len() as i32, dim);
@@ -57,7 +56,6 @@ impl Tensor {
         taken
     }
 
-    /// Replaces the rows at `slots`.
     fn put(&mut self, slots: &Slots, rows: &Self) {
         for head in 0..self.shape[1] as usize {
             for (n, slot) in slots.iter().enumerate() {
@@ -160,9 +158,7 @@ fn may_fail(what: Failure) -> Result<()> {
 
 /// The store of a cache in plain vectors.
 pub struct VecStore {
-    /// The keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
-    /// The sizes of each layer.
     sizes: Vec<StoreLayer>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,

@@ -56,13 +56,11 @@ pub struct Storage<S: Store> {
     saved: Option<S::Saved>,
     /// Whether sequences share the slots. Queries then also read rows that their mask hides.
     shared: bool,
-    /// The formats of the store.
     formats: [KvFormat; 2],
     /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
     /// The layers with values in keys whose values have not been compared with keys of the current program yet.
     unchecked: Vec<usize>,
-    /// The span of the open step.
     step: Span,
     /// The error that left the contents of the buffers unknown; `None` once they are cleared.
     poisoned: Option<Error>,

@@ -29,7 +29,6 @@ pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Gr
     group(fingerprint, kind, (&layers, recurrent), &SavedFormats::from(config), sizes)
 }
 
-/// Returns the group of a file.
 fn group_of_file(header: &Header) -> Result<Group> {
     let snapshot = &header.snapshot;
     let Snapshot { kind, storage, capacity, max_step_tokens, .. } = snapshot;
@@ -71,7 +70,6 @@ pub struct Match {
 pub struct Index {
     /// The names of files, by text.
     groups: HashMap<Group, Texts<String>>,
-    /// The files by their names.
     files: HashMap<String, IndexedFile>,
     /// Files whose texts are longer than the capacity with which they were read: the identity of each, and that
     /// capacity.

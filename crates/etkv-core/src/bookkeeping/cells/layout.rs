@@ -10,7 +10,6 @@ use crate::bookkeeping::{Move, Slots};
 pub struct Layout {
     /// The new cell of each cell; -1 if it has none.
     targets: Vec<i32>,
-    /// The number of cells that move.
     n_moved: i32,
 }
 

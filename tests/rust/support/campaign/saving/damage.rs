@@ -18,7 +18,6 @@ fn header_end(bytes: &[u8]) -> usize {
     8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
 }
 
-/// Changes a file at random.
 fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let n = bytes.len();
     // Half of the changes are in the header, which is short.

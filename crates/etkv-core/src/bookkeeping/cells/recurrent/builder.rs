@@ -19,7 +19,6 @@ pub enum Owner {
 /// The tokens that a step adds to a sequence, and the anchors between them.
 #[derive(Debug, Default)]
 struct Fresh {
-    /// The position of the first token.
     start: i32,
     tokens: Vec<usize>,
     /// The new anchors, by block.
@@ -44,7 +43,6 @@ pub struct Builder<'a> {
     /// New anchors with their owners and blocks.
     pub owners: Vec<(Owner, i32, AnchorSource)>,
     fresh: BTreeMap<i32, Fresh>,
-    /// The frontiers, by sequence.
     frontiers: BTreeMap<i32, Frontier>,
     /// The folds of this step, by the last row before the anchor. Texts that share this row share the anchor.
     folds: BTreeMap<(RowKey, i32), AnchorSource>,
