@@ -123,7 +123,7 @@ fn convolve(columns: &[&[f32]], width: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Returns the row of a token and its output, from the last anchor before it and the rows since then.
+/// Computes the row and the output of a token from the last anchor before it and the rows since that anchor.
 fn scan(sizes: &Sizes, anchor: &Row, rows: &[&Part], token: &Inputs) -> (Part, Row) {
     let share = sizes.heads / sizes.k_heads;
     let (mut updates, mut outputs) = (Row::new(), Row::new());

@@ -311,7 +311,7 @@ impl PrefixCache {
                     self.inner.kept.lock().touch(number);
                     return Ok(n);
                 }
-                // For example, a contiguous cache cannot use cells in another order.
+                // For example, the cells of the prefix are not in order, as a contiguous cache requires.
                 Err(error) if error.status() == Status::InvalidArgument => {
                     debug!(target: TARGET, %error, "a prefix does not fit");
                 }
