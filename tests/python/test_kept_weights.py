@@ -125,9 +125,9 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
     assert all(torch.equal(values, meant.get_submodule(name).weight) for name, values in read.items())
 
 
-def _experts(model: Path, folder: Path):
-    """Return the weights of experts in a program of 4 bits, the expected weights of ``model``, and the packing."""
-    wanted = ExportRequest(model, folder / "model.pte", quantize="4w")
+def _experts(model: Path, folder: Path, quantize: str = "4w"):
+    """Return the weights of experts in a quantized program, the expected weights of ``model``, and the packing."""
+    wanted = ExportRequest(model, folder / "model.pte", quantize=quantize)
     origin = source.find(model)
     meant = source.read_model(origin, source.read_config(origin), "float32")
     with Scratch(folder, origin.files()) as scratch:
@@ -147,6 +147,16 @@ def test_experts_of_a_folder_are_kept(tiny, tmp_path):
     assert (made.kept, made.repacked) == (2, 0)
     for name, values in read.items():
         torch.testing.assert_close(values, meant[name], rtol=0, atol=3e-7 * float(meant[name].abs().max()))
+
+
+@pytest.mark.parametrize("quantize", ["8w", "4w"])
+def test_experts_in_mxfp4_are_kept_in_8_bits(tmp_path, quantize):
+    """A 4-bit float is half of an integer from -12 to 12."""
+    read, meant, made = _experts(test_published.gpt_oss(tmp_path)[0], tmp_path, quantize)
+    assert (made.kept, made.repacked) == ((2, 0) if quantize == "8w" else (0, 2))
+    assert len(read) == 2
+    for name, values in read.items():
+        assert torch.equal(values, meant[name]) == (quantize == "8w"), name
 
 
 def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):

@@ -107,11 +107,11 @@ def test_layers_have_settings_of_their_own(folder):
         torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_integers_are_kept(folder, tmp_path, bits):
-    expected = write(folder, {"group_size": 32, "bits": bits, "mode": "affine"})
+@pytest.mark.parametrize(("mode", "bits", "quantize"), [("affine", 4, 4), ("affine", 8, 8), ("mxfp4", 4, 8)])
+def test_integers_are_kept(folder, tmp_path, mode, bits, quantize):
+    expected = write(folder, {"group_size": 32, "bits": bits, "mode": mode})
     (tmp_path / "out").mkdir()
-    read, made = kept._packed(folder, tmp_path / "out", quantize=f"{bits}w")
+    read, made = kept._packed(folder, tmp_path / "out", quantize=f"{quantize}w")
     assert made.repacked == 0
     assert made.kept == len(read)
     for name, values in read.items():

@@ -392,7 +392,8 @@ def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings
         assert torch.equal(found[weight], values), weight
 
 
-def test_experts_of_gpt_oss_are_loaded_as_their_decoded_weights(tmp_path):
+def gpt_oss(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a folder of a tiny gpt-oss with experts in mxfp4, and one with what they stand for."""
     from transformers import GptOssForCausalLM
 
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
@@ -415,6 +416,11 @@ def test_experts_of_gpt_oss_are_loaded_as_their_decoded_weights(tmp_path):
     settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (folder / "config.json").write_text(json.dumps(settings))
     save_file(quantized, folder / "model.safetensors", {"format": "pt"})
+    return folder, plain
+
+
+def test_experts_of_gpt_oss_are_loaded_as_their_decoded_weights(tmp_path):
+    folder, plain = gpt_oss(tmp_path)
     found, expected = _model(folder, []).state_dict(), _model(plain, []).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], values) for name, values in expected.items())

@@ -1,4 +1,7 @@
-"""NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements."""
+"""NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements.
+
+Such a float is half of an integer from -12 to 12. So a program with integers of 8 bits can have these weights exactly.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,26 @@ from functools import partial
 
 import torch
 
-from etkv.export.published.packing import power_scales, unpack_fp4
+from etkv.export.published.packing import power_scales
 from etkv.export.published.settings import Settings
 from etkv.export.published.stored import Stored
-from etkv.export.published.weight import Decoded, Weight
+from etkv.export.published.weight import Grouped, Groups, Weight
+
+_ZERO = 12
+"""The code of zero in :func:`groups_of`."""
+
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of E2M1, see :data:`etkv.export.published.packing`."""
+
+
+def groups_of(packed: torch.Tensor, scales: torch.Tensor) -> Groups:
+    """Return the floats in the bytes of ``packed``, ``[rows, columns / 2]``, as integers.
+
+    The lower half of a byte comes first. ``scales`` is float32 ``[rows, groups]``.
+    """
+    table = torch.tensor([_ZERO + sign * double for sign in (1, -1) for double in _DOUBLED], dtype=torch.uint8)
+    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    return Groups(table[halves.int()], scales / 2, torch.full_like(scales, _ZERO))
 
 
 def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | None, *, divides: bool) -> Weight:
@@ -29,15 +48,13 @@ def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | Non
     settings.check(scale, dtypes, (packed.shape[0], columns // size))
     if whole is not None and (whole.dtype != "float32" or whole.shape not in ((), (1,))):
         raise settings.refuse(f"tensor {whole.name} is {whole.described()}, expected one number in float32")
-    return Decoded(partial(_decode, packed, scale, whole, divides))
+    return Grouped(partial(_groups, packed, scale, whole, divides))
 
 
-def _decode(packed: Stored, scale: Stored, whole: Stored | None, divides: bool) -> torch.Tensor:
+def _groups(packed: Stored, scale: Stored, whole: Stored | None, divides: bool) -> Groups:
     if whole is None:
         scales = power_scales(scale.read())
     else:
         scales = scale.read().float()
         scales = scales / whole.read() if divides else scales * whole.read()
-    groups: torch.Tensor = unpack_fp4(packed.read()).unflatten(1, (scales.shape[1], -1))
-    groups *= scales.unsqueeze(2)
-    return groups.flatten(1)
+    return groups_of(packed.read(), scales)

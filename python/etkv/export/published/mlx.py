@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from etkv.export.published.format import Format, beside
-from etkv.export.published.packing import power_scales, unpack_fp4, unpack_words, words_of
+from etkv.export.published.fp4 import groups_of
+from etkv.export.published.packing import power_scales, unpack_words, words_of
 from etkv.export.published.settings import FLOATS, Settings
 from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Decoded, Grouped, Groups, Weight
@@ -102,7 +103,9 @@ class Mlx(Format):
         if "biases" in parts:
             raise settings.refuse(f"weight {name} has biases, but mode {mode} has none")
         settings.check(scales, ("uint8",), (rows, groups))
-        return Decoded(partial(_floats, codes, scales, mode, columns))
+        if mode == "mxfp8":
+            return Decoded(partial(_mxfp8, codes, scales))
+        return Grouped(partial(_fp4, codes, scales, mode))
 
 
 def _words(codes: Stored) -> torch.Tensor:
@@ -114,10 +117,13 @@ def _affine(codes: Stored, scales: Stored, biases: Stored, bits: int, columns: i
     return Groups(numbers, scales.read().float(), None, biases=biases.read().float())
 
 
-def _floats(codes: Stored, scales: Stored, mode: str, columns: int) -> torch.Tensor:
-    in_bytes = _words(codes).view(torch.uint8)
-    values = in_bytes.view(torch.float8_e4m3fn).float() if mode == "mxfp8" else unpack_fp4(in_bytes)
+def _fp4(codes: Stored, scales: Stored, mode: str) -> Groups:
     factors = scales.read()
     of_groups = factors.view(torch.float8_e4m3fn).float() if mode == "nvfp4" else power_scales(factors)
-    groups: torch.Tensor = values[:, :columns].unflatten(1, (of_groups.shape[1], -1)) * of_groups.unsqueeze(2)
-    return groups.flatten(1)
+    return groups_of(_words(codes).view(torch.uint8), of_groups)
+
+
+def _mxfp8(codes: Stored, scales: Stored) -> torch.Tensor:
+    groups = _words(codes).view(torch.float8_e4m3fn).float().unflatten(1, (scales.shape[1], -1))
+    made: torch.Tensor = (groups * power_scales(scales.read()).unsqueeze(2)).flatten(1)
+    return made

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from etkv.export.published.format import Format
+from etkv.export.published.fp4 import groups_of
 from etkv.export.published.packing import power_scales, unpack_fp4
 from etkv.export.published.stored import Stored
-from etkv.export.published.weight import Decoded, Weight
+from etkv.export.published.weight import Groups, Weight
 
 GROUP = 32
 """Number of elements that share a scale."""
@@ -32,10 +33,23 @@ class Mxfp4(Format):
             raise self._settings.refuse(f"tensor {blocks.name} is {blocks.described()}, expected 4 axes")
         self._settings.check(blocks, ("uint8",), (*blocks.shape[:3], GROUP // 2))
         self._settings.check(scales, ("uint8",), blocks.shape[:3])
-        return Decoded(partial(_decode, blocks, scales))
+        return _Experts(blocks, scales)
 
 
-def _decode(blocks: Stored, scales: Stored) -> torch.Tensor:
-    groups = unpack_fp4(blocks.read())
-    groups *= power_scales(scales.read()).unsqueeze(-1)
-    return groups.flatten(2).transpose(1, 2).contiguous()
+@dataclass(frozen=True)
+class _Experts(Weight):
+    """The weights of one product of all experts."""
+
+    blocks: Stored
+    scales: Stored
+
+    def read(self) -> torch.Tensor:
+        """Return the values, ``[experts, in, out]`` in float32."""
+        groups = unpack_fp4(self.blocks.read())
+        groups *= power_scales(self.scales.read()).unsqueeze(-1)
+        return groups.flatten(2).transpose(1, 2).contiguous()
+
+    def groups(self) -> Groups:
+        """Return the rows of all experts as integers."""
+        scales = power_scales(self.scales.read()).flatten(0, 1)
+        return groups_of(self.blocks.read().flatten(0, 1).flatten(1), scales)
