@@ -12,6 +12,13 @@ interleaved, so that a vector register gets one element of each row.
     codes of each row: byte ``j`` has code ``j`` in its lower half and code ``j + 4`` in its upper half.
 ``int8_float16``, ``int8_float32``, ``int4_float16``, ``int4_float32``
     The same with scales in float16 or float32, for published weights whose scales are not exact in bfloat16.
+``int8_bfloat16_biased``, ``int8_float16_biased``, ``int8_float32_biased``, and the same of ``int4``
+    The 16 scales of a group, 16 biases of the same dtype, and the codes. A weight is its scale times its code, rounded
+    to float32, plus the bias.
+``int8_nested``, ``int4_nested``
+    The same with scales and biases that are a byte times a factor, as in GGUF's ``Q4_K``: uint8
+    ``[tiles, in / group / 8, bytes]``. Eight groups have 16 factors of scales and 16 factors of biases in float16, and
+    each group has 16 bytes of scales, 16 bytes of biases, and its codes.
 
 The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
 gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
@@ -28,11 +35,42 @@ from torch import Tensor
 ROWS = 16
 """Number of rows in a tile."""
 
-_SCALES = {"": torch.bfloat16, "_float16": torch.float16, "_float32": torch.float32}
-"""Suffix of a format's name -> the dtype of its scales, the smaller dtypes first."""
+NESTED = 8
+"""Number of groups that share the factors of a nested format."""
 
-_INTEGERS = {f"int{bits}{end}": (bits, dtype) for bits in (8, 4) for end, dtype in _SCALES.items()}
-"""Format of integers -> the bits of a weight, and the dtype of scales."""
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What a group has beside its codes: ``n`` numbers in ``dtype`` for each row, and ``factors`` with other groups."""
+
+    dtype: torch.dtype
+    n: int = 1
+    factors: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of a group's numbers."""
+        return self.n * self.dtype.itemsize * ROWS
+
+    @property
+    def sharing(self) -> int:
+        """Return the number of groups that share factors."""
+        return NESTED if self.factors else 1
+
+
+_NUMBERS = {
+    "": _Numbers(torch.bfloat16),
+    "_float16": _Numbers(torch.float16),
+    "_float32": _Numbers(torch.float32),
+    "_bfloat16_biased": _Numbers(torch.bfloat16, 2),
+    "_float16_biased": _Numbers(torch.float16, 2),
+    "_float32_biased": _Numbers(torch.float32, 2),
+    "_nested": _Numbers(torch.uint8, 2, 2),
+}
+"""Suffix of a format's name -> its numbers. Of formats with the same ``n`` the smaller are first."""
+
+_INTEGERS = {f"int{bits}{end}": (bits, numbers) for bits in (8, 4) for end, numbers in _NUMBERS.items()}
+"""Format of integers -> the bits of a weight, and the numbers of a group."""
 
 _PART = 1 << 18
 """Number of weights that are packed at a time."""
@@ -70,7 +108,7 @@ class WeightFormat:
         return _INTEGERS[self.name][0]
 
     @property
-    def _scales(self) -> torch.dtype:
+    def _numbers(self) -> _Numbers:
         return _INTEGERS[self.name][1]
 
     @property
@@ -86,20 +124,24 @@ class WeightFormat:
         tiles = -(-rows // ROWS)
         if self.name in _FLOATS:
             return tiles, columns, ROWS
-        if columns % self.group_size:
+        numbers = self._numbers
+        if columns % (self.group_size * numbers.sharing):
             raise ValueError(f"group-size {self.group_size} does not divide {columns}, the width of the weights")
-        size = self._scales.itemsize * ROWS + self.group_size * ROWS * self._bits // 8
-        return tiles, columns // self.group_size, size
+        size = numbers.sharing * (numbers.size + self.group_size * ROWS * self._bits // 8)
+        return tiles, columns // self.group_size // numbers.sharing, size + 2 * numbers.factors * ROWS
 
     def width(self, shape: Sequence[int]) -> int:
         """Return the columns of a packed matrix of this shape."""
-        return shape[1] * (self.group_size or 1)
+        return shape[1] * (self.group_size * self._numbers.sharing if self.group_size else 1)
 
     def pack(self, matrix: Tensor) -> Tensor:
         """Return the packed ``matrix``, ``[out, in]``.
 
-        Raises :class:`ValueError` if a weight is not finite, or if a row is not a multiple of the group size.
+        Raises :class:`ValueError` if a weight is not finite, if a row is not a multiple of the group size, or if the
+        format has biases, which only published weights have.
         """
+        if self.group_size and self._numbers.n > 1:
+            raise ValueError(f"weights are not quantized to {self.name}")
         packed = torch.empty(self.shape(*matrix.shape), dtype=self.dtype)
         # Pack in parts that fit a core's cache.
         step = max(1, _PART // (ROWS * matrix.shape[1]))
@@ -119,50 +161,87 @@ class WeightFormat:
         if not bool(torch.isfinite(extreme).all()):
             raise ValueError("weights are not finite")
         offset = self.offset
-        scales = (extreme / -offset).to(self._scales)
+        scales = (extreme / -offset).to(self._numbers.dtype)
         inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
         codes = (groups * inverse.unsqueeze(3)).round_().clamp_(-offset, offset - 1).add_(offset)
-        return self._joined(codes.to(torch.uint8), scales)
+        return self._joined(codes.to(torch.uint8), [scales])
 
-    def keep(self, integers: Tensor, scales: Tensor) -> Tensor:
-        """Return the packed matrix of ``integers``, int8 ``[out, in]``, and ``scales``, ``[out, in / group]``.
+    def keep(self, codes: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """Return the packed matrix of ``codes``, uint8 ``[out, in]``.
 
-        The integers must fit the format's bits, and the scales must be exact in the dtype of its scales.
+        ``numbers`` are the scales, ``[out, in / group]``, and the biases if the format has them. In nested formats they
+        are the bytes of both, and the factors of both, ``[out, in / group / 8]``. They must be exact in their dtype.
         """
-        codes = _tiles(integers.short() + self.offset).to(torch.uint8)
-        return self._joined(codes.unflatten(2, (-1, self.group_size)), _tiles(scales).to(self._scales))
+        own, tiles = self._numbers, [_tiles(part) for part in numbers]
+        of_groups = [part.to(own.dtype) for part in tiles[: own.n]]
+        factors = [part.to(torch.float16) for part in tiles[own.n :]]
+        return self._joined(_tiles(codes).unflatten(2, (-1, self.group_size)), of_groups, factors)
 
-    def _joined(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return packed tiles of ``codes``, uint8 ``[tiles, 16, groups, group]``, and ``scales``."""
+    def _joined(self, codes: Tensor, numbers: Sequence[Tensor], factors: Sequence[Tensor] = ()) -> Tensor:
+        """Return packed tiles of ``codes``, uint8 ``[tiles, 16, groups, group]``, and numbers ``[tiles, 16, n]``."""
         codes = codes.transpose(1, 2)
         if self._bits == 4:
             low, high = codes.unflatten(3, (-1, 2, 4)).unbind(4)
             packed = (low | high << 4).transpose(2, 3)
         else:
             packed = codes.unflatten(3, (-1, 4)).transpose(2, 3)
-        in_bytes = scales.transpose(1, 2).contiguous().view(torch.uint8)
-        return torch.cat([in_bytes, packed.flatten(2)], dim=2)
+        groups = torch.cat([*map(_bytes, numbers), packed.flatten(2)], dim=2)
+        if factors:
+            groups = torch.cat([*map(_bytes, factors), groups.unflatten(1, (-1, NESTED)).flatten(2)], dim=2)
+        return groups
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the weights of a packed matrix, ``[rows, in]`` in float32, including the padding of the last tile."""
         if self.name in _FLOATS:
             return packed.float().transpose(1, 2).flatten(0, 1)
-        size = self._scales.itemsize * ROWS
-        scales = packed[..., :size].contiguous().view(self._scales).float()
-        codes = packed[..., size:]
+        numbers, factors = self._numbers, []
+        if numbers.factors:
+            first, packed = packed.split([2 * numbers.factors * ROWS, packed.shape[2] - 2 * numbers.factors * ROWS], 2)
+            factors = _of_rows(first, torch.float16, numbers.factors)
+            packed = packed.unflatten(2, (NESTED, -1)).flatten(1, 2)
+        scales, *biases = _of_rows(packed[..., : numbers.size], numbers.dtype, numbers.n)
+        if factors:
+            scales, biases = (
+                scales * factors[0].repeat_interleave(NESTED, 2),
+                [biases[0] * factors[1].repeat_interleave(NESTED, 2)],
+            )
+        codes = packed[..., numbers.size :]
         if self._bits == 4:
             codes = codes.unflatten(2, (-1, ROWS, 4))
             # [tiles, groups, eights, rows, halves, 4] -> [tiles, rows, groups, eights, halves, 4]
             codes = torch.stack([codes & 15, codes >> 4], dim=4).permute(0, 3, 1, 2, 4, 5)
         else:
             codes = codes.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
-        numbers = codes.flatten(3).float() - self.offset
-        return (numbers * scales.transpose(1, 2).unsqueeze(3)).flatten(2).flatten(0, 1)
+        weights = codes.flatten(3).float()
+        if biases:
+            weights = weights * scales.unsqueeze(3) + biases[0].unsqueeze(3)
+        else:
+            weights = (weights - self.offset) * scales.unsqueeze(3)
+        return weights.flatten(2).flatten(0, 1)
 
 
-def holding(bits: int, group_size: int, scales: Tensor) -> WeightFormat:
-    """Return the smallest format of integers of ``bits`` bits in which float32 ``scales`` are exact."""
-    ends = (end for end, dtype in _SCALES.items() if torch.equal(scales.to(dtype).float(), scales))
+def _bytes(numbers: Tensor) -> Tensor:
+    """Return numbers ``[tiles, 16, n]`` in the order of tiles, uint8 ``[tiles, n, bytes]``."""
+    return numbers.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _of_rows(packed: Tensor, dtype: torch.dtype, n: int) -> list[Tensor]:
+    """Return ``n`` numbers of each row and group in float32, ``[tiles, 16, groups]``, of ``[tiles, groups, bytes]``."""
+    numbers = packed.contiguous().view(dtype).float().unflatten(2, (n, ROWS))
+    return [of_kind.transpose(1, 2) for of_kind in numbers.unbind(2)]
+
+
+def holding(bits: int, group_size: int, *numbers: Tensor) -> WeightFormat:
+    """Return the smallest format of integers of ``bits`` bits in which ``numbers``, in float32, are exact.
+
+    They are scales, or scales and biases.
+    """
+    ends = (
+        end
+        for end, own in _NUMBERS.items()
+        if own.n == len(numbers) and not own.factors
+        if all(torch.equal(part.to(own.dtype).float(), part) for part in numbers)
+    )
     return WeightFormat(f"int{bits}{next(ends)}", group_size)
 
 

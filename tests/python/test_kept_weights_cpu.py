@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +19,11 @@ import test_published
 import tiny_gguf
 from etkv.export import experts, lowering, packing, source
 from etkv.export.cpu import linears
+from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
 from etkv.export.request import ExportRequest
 from etkv.export.scratch import Scratch
+from etkv.packed_weights import WeightFormat
 
 folders = test_kept_weights.folders
 GPTQ, OF_ATTENTION = test_kept_weights.GPTQ, test_kept_weights.OF_ATTENTION
@@ -36,25 +41,56 @@ def _groups(kind: str, bits: int, group_size: int, rows: int = 40) -> Groups:
     return Groups(codes, scales.float(), torch.full(shape, 1 << (bits - 1)).float())
 
 
-FORMATS = [
-    ("float16", 4, 32, "int4_float16", 32),
-    ("float16", 8, 32, "int8_float16", 32),
-    ("bfloat16", 4, 128, "int4", 128),
-    ("float32", 4, 64, "int4_float32", 64),
-    ("float32", 8, 512, "int8_float32", 256),
-]
+def _blocks(kind: str) -> Groups:
+    """Return random blocks of a format of GGUF. The numbers in float16 are at their beginning."""
+    size, _ = packed.FORMATS[kind]
+    per_block = 256 if kind.endswith("_K") else 32
+    generator = np.random.default_rng(3)
+    blocks = generator.integers(0, 256, (40, COLUMNS // per_block, size), dtype=np.uint8)
+    halves = generator.normal(0, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
+    blocks[..., :4] = halves.view(np.uint8)
+    return packed.groups(blocks.reshape(40, -1), kind)
+
+
+def _with_zeros(kind: str, bits: int, group_size: int) -> Groups:
+    made = _groups(kind, bits, group_size)
+    assert made.zeros is not None
+    return dataclasses.replace(
+        made, zeros=torch.arange(made.zeros.numel()).view(made.zeros.shape).float() % (1 << bits)
+    )
+
+
+def _with_biases(kind: str) -> Groups:
+    """Return the same with biases instead of zero points, as in files of mlx-lm."""
+    made = _groups(kind, 4, 64)
+    return dataclasses.replace(made, zeros=None, biases=-made.scales.roll(1, 0))
+
+
+FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
+    "float16": (lambda: _groups("float16", 4, 32), 4, "int4_float16", 32),
+    "float16 in 8 bits": (lambda: _groups("float16", 8, 32), 8, "int8_float16", 32),
+    "bfloat16": (lambda: _groups("bfloat16", 4, 128), 4, "int4", 128),
+    "float32": (lambda: _groups("float32", 4, 64), 4, "int4_float32", 64),
+    "float32, groups of a row": (lambda: _groups("float32", 8, 512), 8, "int8_float32", 256),
+    "zeros": (lambda: _with_zeros("float16", 4, 128), 4, "int4_float32_biased", 128),
+    "zeros in 8 bits": (lambda: _with_zeros("bfloat16", 8, 64), 8, "int8_float32_biased", 64),
+    # A bias of such a scale would be rounded.
+    "zeros and float32": (lambda: _with_zeros("float32", 4, 32), 4, None, 0),
+    "biases": (lambda: _with_biases("bfloat16"), 4, "int4_bfloat16_biased", 64),
+    "Q4_1": (lambda: _blocks("Q4_1"), 4, "int4_float16_biased", 32),
+    "Q5_1": (lambda: _blocks("Q5_1"), 8, "int8_float16_biased", 32),
+    "Q4_K": (lambda: _blocks("Q4_K"), 4, "int4_nested", 32),
+    "Q5_K": (lambda: _blocks("Q5_K"), 8, "int8_nested", 32),
+    "Q5_K in 4 bits": (lambda: _blocks("Q5_K"), 4, None, 0),
+}
 
 
 class _Model(torch.nn.Module):
-    """An embedding and a linear layer with the same weights."""
+    """An embedding and a linear layer that share their weights."""
 
-    def __init__(self, groups: Groups, bits: int, scratch: Scratch) -> None:
+    def __init__(self, rows: int, packer: linears.Packer, packed: tuple[torch.Tensor, WeightFormat]) -> None:
         super().__init__()
-        rows, columns = groups.codes.shape
-        self.embedding, self.head = torch.nn.Embedding(rows, columns), torch.nn.Linear(columns, rows, bias=False)
-        packer = linears.Packer(f"int{bits}", 32, scratch)
-        packed = packer.keep(groups, torch.float32)
-        assert packed is not None
+        self.embedding, self.head = torch.nn.Embedding(rows, COLUMNS), torch.nn.Linear(COLUMNS, rows, bias=False)
         for layer in (self.embedding, self.head):
             del layer.weight
             layer.__class__ = packer.install(layer, packed)
@@ -63,20 +99,26 @@ class _Model(torch.nn.Module):
         return self.embedding(ids), self.head(x)
 
 
-@pytest.mark.parametrize(("kind", "bits", "group_size", "name", "taken"), FORMATS)
-def test_a_program_has_the_numbers_of_a_file(tmp_path, kind, bits, group_size, name, taken):
-    """Rows of the embedding are bitwise equal, and so are products with one-hot inputs, which are exact in 8 bits."""
+@pytest.mark.parametrize("case", FORMATS)
+def test_a_program_has_the_numbers_of_a_file(tmp_path, case):
+    """Bit for bit in rows of the embedding. Products have inputs of one number each, which 8 bits represent."""
     from executorch import exir
 
     from etkv.export.cpu.partitioner import CPUPartitioner
 
-    groups = _groups(kind, bits, group_size)
+    make, bits, name, group_size = FORMATS[case]
+    groups = make()
+    values = groups.values()
+    given = torch.arange(len(values))[None], 127 * torch.eye(COLUMNS)
     with Scratch(tmp_path) as scratch:
-        model = _Model(groups, bits, scratch)
-        assert (model.head.etkv_format, model.head.etkv_group) == (name, taken)
-        values = groups.values()
+        packer = linears.Packer(f"int{bits}", 32, scratch)
+        found = packer.keep(groups, torch.float32)
+        if found is None:
+            assert name is None
+            return
+        model = _Model(len(values), packer, found)
+        assert (found[1].name, found[1].group_size) == (name, group_size)
         assert torch.equal(model.head.plain(), values)
-        given = torch.arange(len(values))[None], 127 * torch.eye(COLUMNS)
         edge = exir.to_edge_transform_and_lower(
             torch.export.export(model, given),
             partitioner=[CPUPartitioner("all")],
@@ -87,8 +129,13 @@ def test_a_program_has_the_numbers_of_a_file(tmp_path, kind, bits, group_size, n
     with etkv.load(path, None) as program:
         rows, products = program.execute(*given)
     assert torch.equal(rows[0], values)
-    # A product is 127 times a weight, rounded once.
-    assert torch.equal(products, (values * 127).T)
+    if groups.biases is None and (groups.zeros == groups.zeros.max()).all():
+        # A product is 127 times a weight, rounded once.
+        assert torch.equal(products, (values * 127).T)
+    else:
+        # The scale's part and the bias are rounded on their own.
+        sizes = 127 * (groups.codes.max() * groups.scales.abs() + values.abs().max())
+        assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * sizes.max()).all())
 
 
 def _packed(model: Path, folder: Path, quantize: str, group_size: int | None = None):
@@ -122,6 +169,21 @@ CASES: dict[str, tuple[dict[str, Any], Any, str, int | None, str | None]] = {
     "gptq in 8 bits": (
         {**GPTQ, "bits": 8},
         lambda *shape, seed: packers.gptq(*shape, 32, 8, symmetric=True, seed=seed),
+        "8da8w",
+        None,
+        "int8_float16",
+    ),
+    "awq": (
+        test_published.AWQ,
+        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
+        "8da4w",
+        None,
+        "int4_float32_biased",
+    ),
+    # The differences of codes and zero points fit 8 bits.
+    "awq in 8 bits": (
+        test_published.AWQ,
+        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
         "8da8w",
         None,
         "int8_float16",
@@ -178,6 +240,7 @@ def test_integers_are_kept_where_tiles_take_them(folders, tmp_path, case):
     [
         ("Q4_0", "8da4w", "int4_float16"),
         ("Q4_0", "8da8w", "int8_float16"),
+        ("Q4_1", "8da4w", "int4_float16_biased"),
         ("Q5_0", "8da8w", "int8_float16"),
         ("Q8_0", "8da8w", "int8_float16"),
     ],

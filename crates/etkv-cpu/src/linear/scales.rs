@@ -15,6 +15,8 @@ pub enum Scales {
     F16,
     /// IEEE binary32.
     F32,
+    /// bfloat16. Biases follow the scales.
+    Bf16Biased,
     /// IEEE binary16. Biases follow the scales.
     F16Biased,
     /// IEEE binary32. Biases follow the scales.
@@ -32,7 +34,7 @@ impl Scales {
     pub(crate) fn size(self) -> usize {
         match self {
             Self::Bf16 | Self::F16 | Self::Nested => 2 * ROWS,
-            Self::F32 | Self::F16Biased => 4 * ROWS,
+            Self::F32 | Self::Bf16Biased | Self::F16Biased => 4 * ROWS,
             Self::F32Biased => 8 * ROWS,
         }
     }
@@ -47,7 +49,7 @@ impl Scales {
 
     /// Returns whether weights have biases.
     pub(crate) fn are_biased(self) -> bool {
-        matches!(self, Self::F16Biased | Self::F32Biased | Self::Nested)
+        matches!(self, Self::Bf16Biased | Self::F16Biased | Self::F32Biased | Self::Nested)
     }
 
     /// Returns the scales and the biases of `S::WIDTH` rows of a group, from row `first` on. `factors` are those that
@@ -72,6 +74,9 @@ impl Scales {
                 Self::Bf16 => (S::bf16(group.add(2 * first)), none),
                 Self::F16 => (halves(group, 0), none),
                 Self::F32 => (S::load(group.cast::<f32>().add(first)), none),
+                Self::Bf16Biased => {
+                    (S::bf16(group.add(2 * first)), S::bf16(group.add(2 * (ROWS + first))))
+                }
                 Self::F16Biased => (halves(group, 0), halves(group, 1)),
                 Self::F32Biased => {
                     let biases = S::load(group.cast::<f32>().add(ROWS + first));

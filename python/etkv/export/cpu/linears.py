@@ -98,15 +98,14 @@ class Packer:
             return None
         own = groups.codes.shape[1] // groups.scales.shape[1]
         size = self._group_size if self._is_fixed and self._group_size else largest_group(own)
-        integers = groups.signed(bits)
-        if own % size or integers is None:
+        if own % size or not bool(torch.isfinite(groups.scales).all()):
             return None
-        fmt = holding(bits, size, groups.scales)
-
-        def packed(rows: slice) -> torch.Tensor:
-            return fmt.keep(integers[rows], groups.scales[rows].repeat_interleave(own // size, dim=1))
-
-        return self._filled(integers.shape, fmt, packed), fmt
+        found = _stored(groups, bits, size)
+        if found is None:
+            return None
+        codes, numbers, fmt = found
+        numbers = [part.repeat_interleave(own // size, dim=1) for part in numbers]
+        return self._filled(codes.shape, fmt, lambda rows: fmt.keep(codes[rows], [part[rows] for part in numbers])), fmt
 
     def _filled(self, shape: torch.Size, fmt: WeightFormat, packed: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Return a packed matrix of ``shape`` in a file. ``packed`` returns the packed tiles of some rows."""
@@ -135,6 +134,32 @@ class Packer:
     def _group(self, usual: int) -> int:
         """Return the group size, by default ``usual``; 0 in formats without scales."""
         return 0 if self._name == "bfloat16" else self._group_size or usual
+
+
+def _stored(groups: Groups, bits: int, size: int) -> tuple[torch.Tensor, list[torch.Tensor], WeightFormat] | None:
+    """Return the codes of ``groups``, the numbers of its groups, and the format with groups of ``size`` for them.
+
+    None if no format has the file's weights, bit for bit.
+    """
+    signed = groups.signed(bits)
+    if signed is not None:
+        codes = (signed.short() + (1 << (bits - 1))).to(torch.uint8)
+        return codes, [groups.scales], holding(bits, size, groups.scales)
+    if int(groups.codes.max()) >= 1 << bits:
+        return None
+    own = groups.codes.shape[1] // groups.scales.shape[1]
+    if groups.nested is not None and own == size:
+        return groups.codes, groups.nested.all(), WeightFormat(f"int{bits}_nested", size)
+    biases = groups.biases
+    if groups.zeros is not None:
+        # A product of a number of 11 bits and differences of codes is exact in float32, and so are sums of such.
+        halves = (groups.scales.to(dtype).float() for dtype in (torch.float16, torch.bfloat16))
+        if not any(torch.equal(half, groups.scales) for half in halves) or bool((groups.zeros % 1).any()):
+            return None
+        biases = -groups.zeros * groups.scales
+    if biases is None or not bool(torch.isfinite(biases).all()):
+        return None
+    return groups.codes, [groups.scales, biases], holding(bits, size, groups.scales, biases)
 
 
 def largest_group(width: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from etkv.export.published.weight import Groups
+from etkv.export.published.weight import Groups, Nested
 
 _GROUP = 32
 _OF_BLOCK = 8
@@ -77,7 +77,8 @@ def _super(blocks: Any, has_fifths: bool) -> Groups:
         # Bit k of byte j is the fifth bit of code j of group k.
         bits = blocks[..., 16:48, None] >> np.arange(_OF_BLOCK, dtype=np.uint8) & 1
         codes = codes | bits.swapaxes(2, 3) << 4
-    return Groups(_flat(codes), _flat(whole * scales), None, biases=_flat(-(least * minima)))
+    nested = Nested(_flat(scales), _flat(minima), _flat(whole), _flat(-least))
+    return Groups(_flat(codes), _flat(whole * scales), None, biases=_flat(-(least * minima)), nested=nested)
 
 
 FORMATS: dict[str, tuple[int, Callable[[Any], Groups]]] = {

@@ -48,12 +48,31 @@ class Decoded(Weight):
 
 
 @dataclass(frozen=True)
+class Nested:
+    """The scales and biases of groups as the products that GGUF's formats store: a byte, and a factor of eight groups.
+
+    ``scales`` and ``biases`` are uint8 ``[rows, groups]``. Their factors are float32 ``[rows, groups / 8]``, and exact
+    in float16.
+    """
+
+    scales: torch.Tensor
+    biases: torch.Tensor
+    factors_of_scales: torch.Tensor
+    factors_of_biases: torch.Tensor
+
+    def all(self) -> list[torch.Tensor]:
+        """Return the tensors in the order of the fields."""
+        return [self.scales, self.biases, self.factors_of_scales, self.factors_of_biases]
+
+
+@dataclass(frozen=True)
 class Groups:
     """A matrix of integers in groups that share a scale: a weight is ``(code - zero) * scale``.
 
     ``codes`` is ``[rows, columns]``, unsigned. ``scales`` and ``zeros`` are float32 ``[rows, groups]``. ``order`` is
     the group of each column; ``None`` if groups are contiguous columns. With ``biases`` ``[rows, groups]``, a weight is
-    ``code * scale + bias``, and there are no zeros and no order.
+    ``code * scale + bias``, and there are no zeros and no order. ``nested`` has the factors of scales and biases, if
+    the file stores them so.
     """
 
     codes: torch.Tensor
@@ -61,6 +80,7 @@ class Groups:
     zeros: torch.Tensor | None
     order: torch.Tensor | None = None
     biases: torch.Tensor | None = None
+    nested: Nested | None = None
 
     def values(self) -> torch.Tensor:
         """Return the weights in float32."""
@@ -91,7 +111,9 @@ class Groups:
         matrix.
         """
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
-        return replace(self, **{name: arranged(part) for name, part in parts.items() if part is not None})
+        made = {name: arranged(part) for name, part in parts.items() if part is not None}
+        nested = None if self.nested is None else Nested(*map(arranged, self.nested.all()))
+        return replace(self, **made, nested=nested)
 
 
 def joined(parts: Sequence[Groups]) -> Groups | None:
@@ -109,7 +131,9 @@ def joined(parts: Sequence[Groups]) -> Groups | None:
         return None if found[0] is None else torch.cat(found)
 
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return Groups(codes, scales, rows("zeros"), biases=rows("biases"))
+    whole = [part.nested.all() for part in parts if part.nested is not None]
+    nested = Nested(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(parts) else None
+    return Groups(codes, scales, rows("zeros"), biases=rows("biases"), nested=nested)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ use crate::attention::synthetic::Threads;
 use crate::simd::Instructions;
 use reference::{dot, rounded, Numbers, Weights};
 
-pub(crate) const FORMATS: [WeightFormat; 11] = [
+pub(crate) const FORMATS: [WeightFormat; 13] = [
     WeightFormat::F32,
     WeightFormat::Bf16,
     WeightFormat::Int8 { group: 32, scales: Scales::Bf16 },
@@ -22,6 +22,8 @@ pub(crate) const FORMATS: [WeightFormat; 11] = [
     WeightFormat::Int4 { group: 32, scales: Scales::F16 },
     WeightFormat::Int8 { group: 64, scales: Scales::F32 },
     WeightFormat::Int4 { group: 32, scales: Scales::F16Biased },
+    WeightFormat::Int4 { group: 64, scales: Scales::Bf16Biased },
+    WeightFormat::Int8 { group: 32, scales: Scales::Bf16Biased },
     WeightFormat::Int8 { group: 64, scales: Scales::F32Biased },
     WeightFormat::Int4 { group: 32, scales: Scales::Nested },
     WeightFormat::Int8 { group: 32, scales: Scales::Nested },

@@ -159,7 +159,7 @@ fn numbers_of(
         for (row, made) in made.iter_mut().enumerate() {
             let value = numbers.float() * most;
             match stored {
-                Scales::Bf16 => {
+                Scales::Bf16 | Scales::Bf16Biased => {
                     bytes.extend(bf16::from_f32(value).to_le_bytes());
                     *made = bf16::from_f32(value).to_f32();
                 }
