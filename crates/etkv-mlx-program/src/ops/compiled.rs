@@ -1,9 +1,9 @@
 //! Element-wise expressions, as one kernel launch on a GPU.
 //!
-//! On CUDA, a kernel of our own computes an expression. MLX's `compile` would also do, but compiles some thirty
-//! kernels for each expression, which takes 8 s on a machine that has not run it before. On Metal, MLX's `compile` is
-//! used. It traces a function once for the dtypes and ranks of its arguments. A later call compares these and adds one
-//! node to the graph.
+//! On CUDA, etkv's own kernel computes an expression. MLX's `compile` would compile some thirty kernels for each,
+//! which takes seconds on a machine that has not run the expression before. On Metal, MLX's `compile` is used. It traces
+//! a function once for the dtypes and ranks of its arguments. A later call compares these and adds one node to the
+//! graph.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
