@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 
 import gguf as gguf_package
 import numpy as np
@@ -145,6 +147,47 @@ def test_values_that_cannot_be(opened, key, value, said):
     file = changed(opened("llama"), **{key: value})
     with pytest.raises(EtkvError, match=said):
         gguf.read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "said"),
+    [
+        ("llama4", ".attention.sliding_window", 4096, "chunks of this architecture have 8192 positions"),
+        ("apertus", ".xielu.alpha_p", [0.5], "expected finite numbers, one for each of 2 layers"),
+        ("apertus", ".xielu.beta", None, "lacks apertus.xielu.beta"),
+        ("gemma4", ".attention.sliding_window_pattern", [True], "expected a flag for each of 2 layers"),
+        ("gemma4", ".rope.dimension_count_swa", 8, "heads of 16 elements rotate whole"),
+        ("gemma4, shared layers", ".attention.shared_kv_layers", 4, "the model has 4 layers"),
+        ("gemma4, shared layers", ".feed_forward_length", [128, 256, 128, 256], "one width, or twice that"),
+        ("gemma4, experts", ".attention.head_count_kv", [2, 0], "expected numbers above 0"),
+        ("gemma3n", ".altup.num_inputs", 3, "4 inputs of a layer"),
+        ("gemma3n", ".activation_sparsity_scale", [math.inf] * 4, "expected finite numbers"),
+    ],
+)
+def test_values_that_an_architecture_cannot_have(opened, case, key, value, said):
+    with pytest.raises(EtkvError, match=said):
+        gguf.read_config(changed(opened(case), **{key: value}))
+
+
+def test_frequencies_that_no_head_of_gemma4_has(opened):
+    """The factors of a file are ones, and after them numbers that stop a frequency."""
+    file = copy.copy(opened("gemma4"))
+    factors = np.array([1.0, 2.0, *[1e30] * 14], dtype=np.float32)
+    whole = file.tensors["rope_freqs.weight"]
+    file.tensors = file.tensors | {"rope_freqs.weight": _Read(whole.shape, factors)}
+    with pytest.raises(EtkvError, match=r"a tensor rope_freqs\.weight with other values than 1 and then 1e30"):
+        gguf.read_config(file)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A tensor with given values."""
+
+    shape: tuple[int, ...]
+    values: np.ndarray
+
+    def read(self) -> np.ndarray:
+        return self.values
 
 
 @pytest.mark.parametrize(

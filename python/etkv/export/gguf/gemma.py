@@ -70,6 +70,8 @@ def _kinds(keys: Keys, n_layers: int) -> list[str]:
 def _one_of(keys: Keys, name: str, numbers: list[int], kinds: list[str], kind: str) -> int | None:
     """Return the number that all layers of ``kind`` have; None without such layers."""
     found = {number for number, other in zip(numbers, kinds, strict=True) if other == kind}
+    if 0 in found:
+        raise keys.refuse(name, "expected numbers above 0")
     if len(found) > 1:
         raise keys.refuse(name, "which differs between layers with a window, or between those without one")
     return found.pop() if found else None
