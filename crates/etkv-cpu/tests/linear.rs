@@ -116,7 +116,7 @@ fn scales_of_integers() {
     assert_eq!(run("int4_float16", [0x55, 0x35].repeat(16)).unwrap(), third);
     assert_eq!(run("int4", [0xaa, 0x3e].repeat(16)).unwrap(), f32::from_bits(0x3eaa_0000));
     assert_eq!(run("int4_float32", third.to_le_bytes().repeat(16)).unwrap(), third);
-    // The code and a bias of two.
+    // With a bias, a weight is the code 9 times the scale, plus 2.
     let biased = [0x55, 0x35].repeat(16).into_iter().chain([0x00, 0x40].repeat(16)).collect();
     assert_eq!(run("int4_float16_biased", biased).unwrap(), 9.0 * third + 2.0);
     let error = run("int4_nested", vec![0; 96]).unwrap_err();

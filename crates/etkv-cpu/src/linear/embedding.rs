@@ -83,8 +83,8 @@ impl Embedding {
     }
 }
 
-/// Calls `unpack` for each group of row `lane` of a tile, with its part of `out`, its `codes` bytes of codes in fours,
-/// and the function of a code that returns the weight.
+/// Calls `unpack` for each group of row `lane` of a tile, with three arguments: the group's part of `out`,
+/// its codes (`codes` bytes, in fours), and a function that converts a code to a weight.
 fn each_group(
     tile: &[u8],
     group: usize,
@@ -101,7 +101,7 @@ fn each_group(
         let groups = groups.chunks_exact(size + codes);
         for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
             let (numbers, codes) = packed.split_at(size);
-            // SAFETY: the slices have the numbers of a group and of its factors.
+            // SAFETY: the slices have the scales and biases of a group and their factors.
             let [scales, biases] = unsafe { scales.all(numbers.as_ptr(), factors.as_ptr()) };
             unpack(out, codes.as_chunks::<4>().0, &|code| scales[lane] * code + biases[lane]);
         }

@@ -1,12 +1,12 @@
-//! The numbers that turn the codes of a group into weights.
+//! Scales and biases, which convert the codes of a group to weights.
 
 use super::weights::ROWS;
 use crate::simd::{Portable, Simd};
 
-/// How the scales of a tile are stored, one for each row of a group, and its biases.
+/// The type of the scales and biases of a tile. Each group has one for each row.
 ///
-/// A weight without a bias is its scale times (code - code of zero). A weight with a bias is its scale times its code,
-/// rounded to float32, plus the bias.
+/// Without biases, a weight is `scale * (code - code of zero)`. With biases, it is `scale * code + bias`,
+/// where the product is rounded to float32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scales {
     /// bfloat16.
@@ -21,16 +21,17 @@ pub enum Scales {
     F16Biased,
     /// IEEE binary32. Biases follow the scales.
     F32Biased,
-    /// Bytes, and for [`NESTED`] groups a factor of theirs in IEEE binary16. Biases and their factors follow the
-    /// scales and their factors. These are the numbers of GGUF's `Q4_K`.
+    /// Bytes that are multiplied by a factor, as in GGUF's `Q4_K`. [`NESTED`] groups share a factor in IEEE
+    /// binary16 for each row. Biases follow the scales, and have separate factors, which follow the factors
+    /// of the scales.
     Nested,
 }
 
-/// The groups that share the factors of [`Scales::Nested`].
+/// The number of groups that share factors in [`Scales::Nested`].
 pub const NESTED: usize = 8;
 
 impl Scales {
-    /// Returns the bytes before the codes of a group.
+    /// Returns the bytes of a group's scales and biases, which precede its codes.
     pub(crate) fn size(self) -> usize {
         match self {
             Self::Bf16 | Self::F16 | Self::Nested => 2 * ROWS,
@@ -39,7 +40,8 @@ impl Scales {
         }
     }
 
-    /// Returns the number of adjacent groups that share factors, and the bytes of the factors, which are before them.
+    /// Returns the number of adjacent groups that share factors, and the bytes of the factors, which precede
+    /// these groups.
     pub(crate) fn shared(self) -> (usize, usize) {
         match self {
             Self::Nested => (NESTED, 4 * ROWS),
@@ -52,11 +54,12 @@ impl Scales {
         matches!(self, Self::Bf16Biased | Self::F16Biased | Self::F32Biased | Self::Nested)
     }
 
-    /// Returns the scales and the biases of `S::WIDTH` rows of a group, from row `first` on. `factors` are those that
-    /// the group shares.
+    /// Returns the scales and the biases of `S::WIDTH` rows of a group, from row `first` on. `factors` points
+    /// to the shared factors of the group.
     ///
     /// # Safety
-    /// The machine has the instructions of `S`, and the rows are in the memory of a group and of its factors.
+    /// The machine must have the instructions of `S`, and the pointers must be valid for the rows of a group
+    /// and of its factors.
     #[inline(always)]
     pub(crate) unsafe fn load<S: Simd>(
         self,
@@ -68,7 +71,7 @@ impl Scales {
         unsafe {
             let halves = |from: *const u8, of: usize| S::f16(from.add(2 * (of * ROWS + first)));
             let bytes = |of: usize| S::integers::<8>(group.add(of * ROWS + first));
-            // A number plus this is itself, also if it is -0.0.
+            // Adding -0.0 changes no number, not even -0.0.
             let none = S::splat(-0.0);
             match self {
                 Self::Bf16 => (S::bf16(group.add(2 * first)), none),
@@ -90,10 +93,10 @@ impl Scales {
         }
     }
 
-    /// Returns the scales and the biases of a group, as [`load`](Self::load).
+    /// The same as [`load`](Self::load) for all rows of a group.
     ///
     /// # Safety
-    /// The memory is that of a group and of its factors.
+    /// The pointers must be valid for a group and its factors.
     pub(crate) unsafe fn all(self, group: *const u8, factors: *const u8) -> [[f32; ROWS]; 2] {
         let mut made = [[0.0; ROWS]; 2];
         for first in (0..ROWS).step_by(Portable::WIDTH) {

@@ -47,7 +47,7 @@ impl WeightFormat {
         }
     }
 
-    /// Returns the number of columns of which rows have a multiple.
+    /// Returns the unit of columns: the number of columns of a row must be a multiple of it.
     pub(crate) fn unit(self) -> usize {
         match self {
             Self::F32 | Self::Bf16 => 1,
@@ -77,7 +77,7 @@ impl WeightFormat {
     }
 }
 
-/// Returns the bytes of a tile whose groups have codes of `codes` bytes.
+/// Returns the bytes of a tile. The codes of a group have `codes` bytes.
 fn in_groups(columns: usize, group: usize, scales: Scales, codes: usize) -> usize {
     let (sharing, factors) = scales.shared();
     columns / (sharing * group) * (factors + sharing * (scales.size() + codes))

@@ -56,7 +56,7 @@ pub(crate) struct IntegerTile {
     pub weights: *const u8,
     /// Whether weights have 4 bits instead of 8.
     pub is_int4: bool,
-    /// The type of the weights' scales, and of their biases.
+    /// The type of the weights' scales and biases.
     pub stored: Scales,
     pub n_groups: usize,
     /// The columns of a group, a multiple of 32.
@@ -66,7 +66,7 @@ pub(crate) struct IntegerTile {
     /// `[groups, n]`.
     pub scales: *const f32,
     /// `[groups, n]`: the initial values of a group's sums. Codes of weights are unsigned, so this is minus
-    /// the sum of the inputs times the code of zero. For weights with biases it is the sum of the inputs, with
+    /// the sum of the inputs times the code of zero. For weights with biases, it is the sum of the inputs, by
     /// which the kernel multiplies the biases.
     pub starts: *const i32,
     pub n: usize,

@@ -41,7 +41,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
                 factors = weights;
                 weights = weights.add(of_factors);
             }
-            // The loaded vectors have two quarters.
+            // A loaded vector has the rows of two quarters.
             let (of_weights, biases) =
                 tile.stored.load::<Neon>(weights, factors, quarter / 2 * 2 * QUARTER);
             let (of_weights, biases) = (of_weights[quarter % 2], biases[quarter % 2]);
@@ -73,7 +73,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
             for (i, sum) in sums.iter_mut().enumerate() {
                 let mut dot = dots[i];
                 if is_biased {
-                    // Codes got the sign of numbers around zero.
+                    // Codes were converted to signed numbers around zero, which is reversed here.
                     let start = *starts.add(i);
                     dot = vaddq_s32(dot, vdupq_n_s32(start * if IS_INT4 { 8 } else { 128 }));
                     *sum = vfmaq_n_f32(*sum, biases, *scales.add(i) * start as f32);

@@ -144,7 +144,7 @@ fn halves(numbers: &mut Numbers, most: f32) -> Vec<f16> {
     (0..ROWS).map(|_| f16::from_f32(numbers.float() * most)).collect()
 }
 
-/// Appends the scales of a group, and its biases if it has any. Returns their values.
+/// Appends the scales and biases of a group. Returns their values.
 fn numbers_of(
     stored: Scales,
     factors: &[Vec<f16>],
