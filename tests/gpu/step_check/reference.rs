@@ -17,7 +17,7 @@ pub struct CompletedStep<'a> {
     pub step: StepInputs<'a>,
 }
 
-/// The largest difference of some numbers.
+/// The largest difference between found and expected numbers.
 pub struct Difference {
     pub what: &'static str,
     pub largest: f64,

@@ -38,7 +38,7 @@ pub(crate) struct Packed {
     pub rows: *mut u8,
     /// Blocks of the scales of integers, `[rows, groups]` in total.
     pub scales: *mut f32,
-    /// Blocks of the initial values of a group's sums, `[rows, groups]` in total.
+    /// Blocks of the starts of a group's sums, `[rows, groups]` in total.
     pub starts: *mut i32,
     pub columns: usize,
     /// The number of columns that share a scale, or 0 for float32.

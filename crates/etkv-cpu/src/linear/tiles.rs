@@ -42,9 +42,9 @@ impl Tiles {
         with_simd!(self.instructions, |S| unsafe { S::enter(kernel) });
     }
 
-    /// Rounds one group of numbers to integers. Returns the scale, and the initial value of the group's sums.
-    /// Codes of weights are unsigned, so this value is minus the sum of the inputs times the code of zero, or
-    /// the sum of the inputs for weights with biases.
+    /// Rounds one group of numbers to integers. Returns the scale and the start of the group's sums. Without
+    /// biases, the start is minus the sum of the inputs times the code of zero, because codes of weights are
+    /// unsigned. With biases, it is the sum of the inputs.
     pub fn quantize(&self, from: &[f32], codes: &mut [i8]) -> (f32, i32) {
         let (mut scale, mut sum) = (0.0, 0);
         let codes = &mut codes[..from.len()];

@@ -64,10 +64,11 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// The number of floats of the slices' partial results, the grid of the blocks that merge them, and the
-    /// kernel of these blocks.
+    /// The number of floats of the slices' partial results.
     pub(crate) floats: usize,
+    /// The grid of the blocks that merge the partial results.
     pub(crate) merging: [usize; 3],
+    /// The kernel that merges the partial results.
     pub(crate) merge: MergeKernel,
 }
 

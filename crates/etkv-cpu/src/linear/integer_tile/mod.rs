@@ -65,9 +65,9 @@ pub(crate) struct IntegerTile {
     pub inputs: *const i8,
     /// `[groups, n]`.
     pub scales: *const f32,
-    /// `[groups, n]`: the initial values of a group's sums. Codes of weights are unsigned, so this is minus
-    /// the sum of the inputs times the code of zero. For weights with biases, it is the sum of the inputs, by
-    /// which the kernel multiplies the biases.
+    /// `[groups, n]`: the starts of a group's sums. Without biases, a start is minus the sum of the inputs
+    /// times the code of zero, because codes of weights are unsigned. With biases, it is the sum of the
+    /// inputs, by which the kernel multiplies the biases.
     pub starts: *const i32,
     pub n: usize,
     pub out: *mut f32,

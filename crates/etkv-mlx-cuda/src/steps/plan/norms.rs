@@ -45,8 +45,8 @@ impl Planner {
         Normalize { x, inner, norm, residual, out, columns, next: again }
     }
 
-    /// Adds the weight of a row norm. Returns `None` unless the result has the program's dtype. With a
-    /// float32 weight, the program must convert the result.
+    /// Adds the weight of a row norm. Returns `None` unless the result has the program's dtype, which
+    /// requires a conversion in the program if the weight is float32.
     pub(super) fn add_norm<'a>(
         &mut self,
         norm: RowNorm,
