@@ -28,14 +28,14 @@ from etkv.packed_weights import WeightFormat
 folders = test_kept_weights.folders
 GPTQ, OF_ATTENTION = test_kept_weights.GPTQ, test_kept_weights.OF_ATTENTION
 
-COLUMNS = 512
+ROWS, COLUMNS = 40, 512
 
 
-def _groups(kind: str, bits: int, group_size: int, rows: int = 40) -> Groups:
+def _groups(kind: str, bits: int, group_size: int) -> Groups:
     """Return random integers, and scales of the dtype ``kind``, of which some are tiny, negative or zero."""
     generator = torch.Generator().manual_seed(bits)
-    shape = rows, COLUMNS // group_size
-    codes = torch.randint(0, 1 << bits, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
+    shape = ROWS, COLUMNS // group_size
+    codes = torch.randint(0, 1 << bits, (ROWS, COLUMNS), generator=generator, dtype=torch.uint8)
     scales = torch.randn(shape, generator=generator).to(getattr(torch, kind))
     scales[:3, 0] = torch.tensor([0.0, 6e-8, -1e-5])
     return Groups(codes, scales.float(), torch.full(shape, 1 << (bits - 1)).float())
@@ -46,10 +46,10 @@ def _blocks(kind: str) -> Groups:
     size, _ = packed.FORMATS[kind]
     per_block = 256 if kind.endswith("_K") else 32
     generator = np.random.default_rng(3)
-    blocks = generator.integers(0, 256, (40, COLUMNS // per_block, size), dtype=np.uint8)
+    blocks = generator.integers(0, 256, (ROWS, COLUMNS // per_block, size), dtype=np.uint8)
     halves = generator.normal(0, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
     blocks[..., :4] = halves.view(np.uint8)
-    return packed.groups(blocks.reshape(40, -1), kind)
+    return packed.groups(blocks.reshape(ROWS, -1), kind)
 
 
 def _with_zeros(kind: str, bits: int, group_size: int) -> Groups:
@@ -85,57 +85,88 @@ FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
 }
 
 
-class _Model(torch.nn.Module):
-    """An embedding and a linear layer that share their weights."""
+_SYMMETRIC = {name for _, _, name, _ in FORMATS.values() if name and not name.endswith(("_biased", "_nested"))}
 
-    def __init__(self, rows: int, packer: linears.Packer, packed: tuple[torch.Tensor, WeightFormat]) -> None:
+
+class _Layers(torch.nn.Module):
+    """Pairs of an embedding and a linear layer that share their weights."""
+
+    def __init__(self, packed: list[tuple[linears.Packer, tuple[torch.Tensor, WeightFormat]]]) -> None:
         super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(rows, COLUMNS), torch.nn.Linear(COLUMNS, rows, bias=False)
-        for layer in (self.embedding, self.head):
-            del layer.weight
-            layer.__class__ = packer.install(layer, packed)
+        self.embeddings, self.heads = torch.nn.ModuleList(), torch.nn.ModuleList()
+        for packer, weights in packed:
+            embedding, head = torch.nn.Embedding(ROWS, COLUMNS), torch.nn.Linear(COLUMNS, ROWS, bias=False)
+            for layer, layers in ((embedding, self.embeddings), (head, self.heads)):
+                del layer.weight
+                layer.__class__ = packer.install(layer, weights)
+                layers.append(layer)
 
-    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.embedding(ids), self.head(x)
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        return [embedding(ids) for embedding in self.embeddings] + [head(x) for head in self.heads]
 
 
-@pytest.mark.parametrize("case", FORMATS)
-def test_a_program_has_the_numbers_of_a_file(tmp_path, case):
-    """Bit for bit in rows of the embedding. Products have inputs of one number each, which 8 bits represent."""
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> dict[str, list[torch.Tensor]]:
+    """Return the rows and the products of the integers of each case, as one program computes them.
+
+    The inputs of the products have one number each, which 8 bits represent.
+    """
     from executorch import exir
 
     from etkv.export.cpu.partitioner import CPUPartitioner
 
-    make, bits, name, group_size = FORMATS[case]
-    groups = make()
-    values = groups.values()
-    given = torch.arange(len(values))[None], 127 * torch.eye(COLUMNS)
-    with Scratch(tmp_path) as scratch:
-        packer = linears.Packer(f"int{bits}", 32, scratch)
-        found = packer.keep(groups, torch.float32)
-        if found is None:
-            assert name is None
-            return
-        model = _Model(len(values), packer, found)
-        assert (found[1].name, found[1].group_size) == (name, group_size)
-        assert torch.equal(model.head.plain(), values)
+    folder = tmp_path_factory.mktemp("program")
+    cases = {case: (make(), bits) for case, (make, bits, name, _) in FORMATS.items() if name}
+    given = torch.arange(ROWS)[None], 127 * torch.eye(COLUMNS)
+    with Scratch(folder) as scratch:
+        packed = []
+        for groups, bits in cases.values():
+            packer = linears.Packer(f"int{bits}", 32, scratch)
+            weights = packer.keep(groups, torch.float32)
+            assert weights is not None
+            packed.append((packer, weights))
         edge = exir.to_edge_transform_and_lower(
-            torch.export.export(model, given),
+            torch.export.export(_Layers(packed), given),
             partitioner=[CPUPartitioner("all")],
             compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
-        path = tmp_path / "model.pte"
-        path.write_bytes(edge.to_executorch().buffer)
-    with etkv.load(path, None) as program:
-        rows, products = program.execute(*given)
+        (folder / "model.pte").write_bytes(edge.to_executorch().buffer)
+    with etkv.load(folder / "model.pte", None) as program:
+        made = program.execute(*given)
+    return {case: [made[at], made[at + len(cases)]] for at, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_formats_hold_the_numbers_of_a_file(tmp_path, case):
+    make, bits, name, group_size = FORMATS[case]
+    groups = make()
+    with Scratch(tmp_path) as scratch:
+        found = linears.Packer(f"int{bits}", 32, scratch).keep(groups, torch.float32)
+        if name is None:
+            assert found is None
+            return
+        assert found is not None
+        packed, fmt = found
+        assert fmt == WeightFormat(name, group_size)
+        assert torch.equal(fmt.unpack(packed)[:ROWS], groups.values())
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, name, _) in FORMATS.items() if name])
+def test_a_program_has_the_numbers_of_a_file(outputs, case):
+    """They are bit for bit those of the file in rows of the embedding."""
+    make, bits, name, _ = FORMATS[case]
+    groups = make()
+    values, (rows, products) = groups.values(), outputs[case]
     assert torch.equal(rows[0], values)
-    if groups.biases is None and (groups.zeros == groups.zeros.max()).all():
-        # A product is 127 times a weight, rounded once.
-        assert torch.equal(products, (values * 127).T)
+    if name in _SYMMETRIC:
+        # A sum of integers times a scale is rounded once.
+        integers = groups.codes.float() - 2 ** (bits - 1)
+        scales = groups.scales.repeat_interleave(COLUMNS // groups.scales.shape[1], 1)
+        assert torch.equal(products, (127 * integers * scales).T)
     else:
         # The scale's part and the bias are rounded on their own.
-        sizes = 127 * (groups.codes.max() * groups.scales.abs() + values.abs().max())
-        assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * sizes.max()).all())
+        size = 127 * (groups.codes.max() * groups.scales.abs().max() + values.abs().max())
+        assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * size).all())
 
 
 def _packed(model: Path, folder: Path, quantize: str, group_size: int | None = None):
