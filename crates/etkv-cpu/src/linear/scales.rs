@@ -21,7 +21,7 @@ pub enum Scales {
     F16Biased,
     /// IEEE binary32. Biases follow the scales.
     F32Biased,
-    /// Bytes that are multiplied by a factor, as in GGUF's `Q4_K`. [`NESTED`] groups share a factor in IEEE
+    /// Bytes that are multiplied by a factor, as in GGUF's `Q4_K`. Eight groups share a factor in IEEE
     /// binary16 for each row. Biases follow the scales, and have separate factors, which follow the factors
     /// of the scales.
     Nested,
