@@ -1,7 +1,9 @@
 //! Scales and biases, which convert the codes of a group to weights.
 
-use super::weights::ROWS;
 use crate::simd::{Portable, Simd};
+
+/// The number of rows of a tile of weights.
+pub const ROWS: usize = 16;
 
 /// The type of the scales and biases of a tile. Each group has one for each row.
 ///

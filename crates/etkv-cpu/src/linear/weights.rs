@@ -3,13 +3,11 @@
 use etkv_core::{fail, Result};
 
 use super::scales::Scales;
+pub use super::scales::ROWS;
 
 /// The maximum number of elements of a row, and of rows. It exceeds that of any model, and sizes in bytes fit
 /// 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 24;
-
-/// The number of rows of a tile of weights.
-pub const ROWS: usize = 16;
 
 /// The maximum size of a group of weights that share a scale.
 pub const MAX_GROUP: usize = 256;
