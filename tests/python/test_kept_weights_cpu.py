@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+import cpu_programs
 import etkv
 import published_packers as packers
+import reference
 import test_kept_weights
 import test_published
 import tiny_gguf
-from etkv.export import experts, lowering, packing, source
+from etkv.export import Progress, experts, export_program, lowering, packing, source
 from etkv.export.cpu import linears
 from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
 from etkv.export.request import ExportRequest
 from etkv.export.scratch import Scratch
+from etkv.linear_op import rounded
 from etkv.packed_weights import WeightFormat
 
 folders = test_kept_weights.folders
@@ -299,3 +302,33 @@ def test_experts_of_a_folder_are_kept(tiny, tmp_path, chosen, n_kept):
     for name, values in found.items():
         is_kept = chosen == ".experts." or "down_proj" in name
         assert torch.equal(values, meant.state_dict()[name]) == is_kept
+
+
+def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):
+    """The export says what is kept. Logits differ by the rounding of activations to 8 bits."""
+    file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_1")
+    lines: list[str] = []
+
+    class Noted(Progress):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    request = ExportRequest(file, tmp_path / "model.pte", backend="cpu", quantize="8da4w", verify=True)
+    export_program(request, Noted())
+    assert any("15 matrices keep the integers" in line for line in lines)
+    assert not any("quantized again" in line for line in lines)
+    origin = source.find(file)
+    meant = source.read_model(origin, source.read_config(origin), "float32")
+    meant.set_attn_implementation("eager")
+    ids = list(range(40, 90))
+    (found,) = cpu_programs.run(request.output, ids)
+    assert _error(found, reference.logits(meant, ids)) < 0.1
+    for layer in meant.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0], 32))
+    # Some numbers in 8 bits are rounded the other way.
+    assert _error(found, reference.logits(meant, ids)) < 0.01
+
+
+def _error(found: torch.Tensor, expected: Any) -> float:
+    return float((found - torch.as_tensor(expected)).std() / found.std())
