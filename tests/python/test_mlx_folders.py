@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import reference
 import test_kept_weights as kept
+import test_published
+import tiny_models
 from etkv.errors import EtkvError
-from etkv.export import source
+from etkv.export import hf_folder, source
 
 LINEARS = ("self_attn.", "mlp.", "embed_tokens", "lm_head")
 
@@ -156,6 +158,33 @@ def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
     with torch.no_grad():
         found = model(torch.tensor([ids])).logits[0].numpy()
     assert abs(found - reference.mlx_lm_logits(folder, ids)).max() < 1e-4
+
+
+def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
+    """Its experts stay in mxfp4. A gate and what it gates are two tensors, and alternate in one in transformers."""
+    convert = importlib.import_module("mlx_lm.convert").convert
+    published, _ = test_published.gpt_oss(tmp_path, ("sliding_attention", "full_attention"))
+    tiny_models.tokenizer().save_pretrained(published)
+    # YaRN's frequencies differ between mlx-lm and transformers, and are not what this compares.
+    config = json.loads((published / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (published / "config.json").write_text(json.dumps(config))
+    hf_folder.name_for_mlx_lm(published / "config.json")
+    folder = tmp_path / "mlx"
+    convert(str(published), str(folder), quantize=True, q_bits=8, q_group_size=32)
+    ids = list(range(20, 40))
+    model = _read(folder)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0].numpy()
+    expected = reference.mlx_lm_logits(folder, ids)
+    assert abs(found - expected).max() < 1e-3 * expected.std()
+    (tmp_path / "out").mkdir()
+    read, meant, made = kept._experts(folder, tmp_path / "out", "8w")
+    assert len(read) == 4
+    assert made.repacked == 0
+    for name, values in read.items():
+        assert torch.equal(values, meant[name]), name
 
 
 @pytest.mark.parametrize(

@@ -392,12 +392,12 @@ def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings
         assert torch.equal(found[weight], values), weight
 
 
-def gpt_oss(tmp_path: Path) -> tuple[Path, Path]:
+def gpt_oss(tmp_path: Path, kinds: tuple[str, ...] = ("full_attention",)) -> tuple[Path, Path]:
     """Return a folder of a tiny gpt-oss with experts in mxfp4, and one with what they stand for."""
     from transformers import GptOssForCausalLM
 
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
-    config = tiny_families.config("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
+    config = tiny_families.config("gpt_oss", num_hidden_layers=len(kinds), layer_types=list(kinds))
     torch.manual_seed(0)
     model = GptOssForCausalLM(config)
     for made in (folder, plain):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from etkv.export.published import mlx_experts
 from etkv.export.published.format import Format, beside
 from etkv.export.published.fp4 import groups_of
 from etkv.export.published.packing import power_scales, unpack_words, words_of
@@ -41,9 +42,12 @@ class Mlx(Format):
         self._folder = self._mode("quantization", settings.values)
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        return beside(name, tensors, {".scales": "scales", ".biases": "biases"})
+        return mlx_experts.owner(name) or beside(name, tensors, {".scales": "scales", ".biases": "biases"})
 
     def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
+        experts = mlx_experts.weight(name, parts, self._matrix)
+        if experts is not None:
+            return {name: experts}
         if _EXPERTS not in name:
             return {name: self.weight(name, parts)}
         weights = self._settings.part(parts, name, "weight")
