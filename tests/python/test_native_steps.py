@@ -14,7 +14,7 @@ import torch
 
 import op_program
 import step_programs
-from etkv import CacheConfig, LayerConfig, op
+from etkv import CacheConfig, LayerConfig, Status, StatusError, load, op
 from etkv.reference import make_cache
 
 SEEDS = int(os.environ.get("ETKV_STEP_SEEDS", "1"))
@@ -109,6 +109,27 @@ def test_same_format_for_keys_and_values(program, kind, layout, name):
     for seed in range(SEEDS):
         settings = config(layout, k_format=name, v_format=name)
         compare(kind, layout, settings, program(layout), 1000 * FORMATS.index(name) + seed)
+
+
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+def test_a_config_that_is_wrong_about_values_in_keys_is_refused(program, kind):
+    wrong = config("full", layers=(replace(FULL[0], values_in_keys=True), *FULL[1:]))
+    rows = [torch.randn(1, heads, 2, dim) for facts in FULL for heads, dim in _shapes(facts)]
+    # The last layer's values are in its keys.
+    rows[-1] = rows[-2][..., : LATENT.value_dim].clone()
+    with op_program.SESSIONS[kind](wrong) as session, load(program("full"), session) as loaded:
+        if kind != "contiguous":
+            session.begin_step([0, 0])
+        with pytest.raises(StatusError, match="values of layer 0 are not the first 64 elements of its keys") as caught:
+            loaded.execute(torch.tensor([0, 1]), *rows)
+        assert caught.value.status == Status.SHAPE
+        assert session.memory().used == 0
+
+
+def _shapes(facts: LayerConfig) -> list[tuple[int, int]]:
+    """Return the heads and sizes of queries, keys and values."""
+    heads = facts.n_kv_heads
+    return [(GROUP * heads, facts.k_head_dim), (heads, facts.k_head_dim), (heads, facts.value_dim)]
 
 
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
