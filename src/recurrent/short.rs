@@ -128,7 +128,7 @@ impl Batch {
             return Ok(None);
         }
         let Sizes { k_heads, share, v_dim, .. } = step.sizes;
-        // `Step::rows` returns rows in slots first.
+        // `Step::rows` returns the rows that are in slots before all others.
         let mut rows: Vec<RowSource> = groups.iter().flat_map(|group| group.rows.clone()).collect();
         let is_token = |row: &RowSource| matches!(row, RowSource::Token(_));
         let mut order: Vec<usize> = (0..rows.len()).collect();

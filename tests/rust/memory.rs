@@ -186,7 +186,7 @@ fn windows_slide_without_growing() {
             fill(&mut **cache, 8192, Dtype::Float32);
             let (active, peak) = raised(&mut **cache, 1200, Dtype::Float32);
             assert_eq!(active, 0, "{}: sliding leaks memory", cache.kind());
-            // The rows of one buffer while they move to the first slots.
+            // The bytes of the rows of one buffer, which move to the first slots.
             let moved = 4 * i64::from((1023 + 512 + 4) * N_KV_HEADS * HEAD_DIM);
             // A GPU moves the rows of all six buffers before it frees the first.
             let buffers = if etkv::mlx::on_gpu()? { 12 } else { 2 };

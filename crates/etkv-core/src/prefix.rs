@@ -121,9 +121,9 @@ pub trait ShareCache {
     /// seq and tree caches accept each other's prefixes.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty. Also for a prefix with other
-    ///   layers, formats, windows or backend, or longer than the capacity, and for a length that is not from
-    ///   [`Prefix::rewindable_to`] to [`Prefix::length`] or a checkpoint.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty. Also if the prefix differs in
+    ///   layers, formats, windows or backend, or is longer than the capacity. Also if `length` is neither a
+    ///   checkpoint nor between [`Prefix::rewindable_to`] and [`Prefix::length`].
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory.
     ///

@@ -1,9 +1,9 @@
 //! The lengths to which a text in a cache can be rewound.
 
-/// The lengths, other than 0, to which a text can be rewound: all lengths from a least one on, and some below it.
+/// The lengths, other than 0, to which a text can be rewound: every length at or above a minimum, and some below it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reach {
-    /// The least length from which all lengths are reachable.
+    /// The minimum: every length at or above it is reachable.
     pub rewindable_to: i32,
     /// Lower lengths that are also reachable, ascending.
     pub checkpoints: Vec<i32>,

@@ -58,7 +58,7 @@ impl LoadOptions {
             "proposed" => LogitsRows::Proposed,
             other => fail!(
                 InvalidArgument,
-                "option `logits` is `{other}`, it may be all, last or proposed"
+                "option `logits` is `{other}`; expected all, last or proposed"
             ),
         };
         let passes = match passes {
@@ -69,7 +69,7 @@ impl LoadOptions {
             other => {
                 fail!(
                     InvalidArgument,
-                    "option `passes` is `{other}`, it may be default, interpreted or none"
+                    "option `passes` is `{other}`; expected default, interpreted or none"
                 )
             }
         };
@@ -97,9 +97,9 @@ mod tests {
         let error = LoadOptions::parse("", "", "some", "").unwrap_err();
         assert_eq!(
             error.message(),
-            "option `passes` is `some`, it may be default, interpreted or none"
+            "option `passes` is `some`; expected default, interpreted or none"
         );
         let error = LoadOptions::parse("", "some", "", "").unwrap_err();
-        assert_eq!(error.message(), "option `logits` is `some`, it may be all, last or proposed");
+        assert_eq!(error.message(), "option `logits` is `some`; expected all, last or proposed");
     }
 }

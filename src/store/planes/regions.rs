@@ -127,8 +127,8 @@ impl Planes {
         })
     }
 
-    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these buffers are
-    /// computed, so a rollback keeps them.
+    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these buffers have already
+    /// been evaluated, so a rollback does not lose them.
     pub(in crate::store) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
@@ -191,10 +191,18 @@ impl Planes {
     /// Makes a pool without slots read frozen rows as its first slots.
     pub fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
         if self.slots() > 0 {
-            fail!(Internal, "a pool of {} slots is attached to frozen rows", self.slots());
+            fail!(
+                Internal,
+                "cannot attach frozen rows to a pool that already has {} slots",
+                self.slots()
+            );
         }
         if pieces.iter().any(|piece| piece.parts.0.len() != self.layout.len()) {
-            fail!(Internal, "frozen rows have other than {} planes", self.layout.len());
+            fail!(
+                Internal,
+                "expected frozen rows of {} planes, got another number",
+                self.layout.len()
+            );
         }
         self.pieces = pieces.to_vec();
         self.shared = self.base();

@@ -314,7 +314,7 @@ pub trait SeqCache: Cache {
     /// [frontier](TreeCache::propose) is pending.
     fn awaits_text(&self) -> bool;
 
-    /// Makes `target` share the cells of `source` at `positions`. Copies nothing.
+    /// Makes `target` share the cells of `source` at `positions`. No rows are copied.
     ///
     /// # Errors
     /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if window
@@ -539,11 +539,11 @@ pub trait AttendCache: Cache {
     /// The device may still compute them. [`check_unread`](Self::check_unread) reads them, and undoes the step if
     /// they are not finite.
     ///
-    /// Until then queries count the step. The same caller may begin one further step and set it aside before it
-    /// releases the cache. Every other call that changes the cache reads the values first, as does the commit of the
-    /// further step. If they are not finite, the call undoes the unread step, changes nothing else and returns the
-    /// error of `check_unread`. There are two exceptions: [`clear`](Cache::clear) continues, and a call that declares
-    /// a step does not check.
+    /// Until then queries count the step. The caller that committed the step may begin one further step, if it sets
+    /// that step aside before it releases the cache. Every other call that changes the cache reads the values first,
+    /// as does the commit of the further step. If they are not finite, the call undoes the unread step, changes
+    /// nothing else and returns the error of `check_unread`. There are two exceptions: [`clear`](Cache::clear)
+    /// continues, and a call that declares a step does not check.
     ///
     /// # Errors
     /// Errors of [`commit`](Self::commit).

@@ -12,9 +12,9 @@ pub struct Block<'a> {
     pub ordered: bool,
     /// Whether other sequences also own some of the cells.
     pub shares: bool,
-    /// The lowest of `cells`, or of `nodes` if there are no cells.
+    /// The lowest of `cells`, or of `nodes` if `cells` is empty.
     pub start: i32,
-    /// Whether `cells` are one run, in order if `ordered`, and the nodes follow it in order.
+    /// Whether `cells` are one run (in order if `ordered`) and the nodes follow that run in order.
     pub is_run: bool,
 }
 
@@ -57,8 +57,9 @@ impl<'a> Block<'a> {
         (self.cells.len() + self.nodes.len()) as i32
     }
 
-    /// Finds a start from `least` to `most` for a run of `cells` and the nodes after it. Returns the start for which
-    /// most of them stay in their cells, and how many stay. Prefers the lowest such start.
+    /// Finds the best start, from `least` to `most`, of a run of `cells` with the nodes after them. Returns the start
+    /// for which the largest number of cells and nodes stay where they are, and this number. Of several such starts,
+    /// returns the lowest.
     pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
         if most < least {
             return None;

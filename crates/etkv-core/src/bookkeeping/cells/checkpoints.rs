@@ -1,9 +1,9 @@
 //! Checkpoints: positions to which sequences can be rewound although later tokens have displaced rows that a query
 //! there sees.
 //!
-//! A checkpoint owns rows as a sequence does: the rows of each window before its position, and the anchor and
-//! convolution rows of recurrent layers. A rewind to the checkpoint shares these rows with the sequence, without a
-//! copy.
+//! A checkpoint owns rows as a sequence does: the rows of each window before the checkpoint's position, and the
+//! anchor and convolution rows of recurrent layers. A rewind to the checkpoint shares these rows with the sequence,
+//! without a copy.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,9 +23,9 @@ pub struct Checkpoint {
     pub owner: i32,
     /// The length of a sequence after a rewind to the checkpoint.
     pub position: i32,
-    /// The sequences that can be rewound to it: they contain the same text before it.
+    /// The sequences that can be rewound to the checkpoint: they contain the same text before its position.
     pub members: Vec<i32>,
-    /// The value of the counter when it was last created or used.
+    /// The value of the counter when the checkpoint was created or last used.
     used: u64,
 }
 
@@ -81,7 +81,7 @@ impl Checkpoints {
         self.all.iter().map(of).collect()
     }
 
-    /// Replaces the checkpoints by those of a file, of which there may be more than this cache creates.
+    /// Replaces the checkpoints by those of a file. The file may have more checkpoints than this cache may create.
     ///
     /// # Errors
     /// [`File`](crate::Status::File) for numbers that a cache does not assign.
@@ -121,8 +121,8 @@ impl Checkpoints {
         (MAX_SEQUENCES..MAX_SEQUENCES + MAX_CHECKPOINTS).find(|&owner| room && !taken(owner))
     }
 
-    /// Returns the index of the least useful checkpoint: the one that saves the fewest tokens, which are those
-    /// between it and the previous checkpoint of the same text. The value decreases with the time since its last use.
+    /// Returns the index of the least useful checkpoint. A checkpoint's usefulness is the number of tokens between it
+    /// and the previous checkpoint of the same text, divided by the time since the checkpoint's last use.
     fn least_useful(&self) -> Option<usize> {
         let usefulness = |kept: &Checkpoint| {
             let same = |other: &&Checkpoint| {
@@ -157,7 +157,7 @@ impl CellsBookkeeping {
         }
         let position = position.min(self.next(sequence));
         let least = self.rewindable_to(sequence)?;
-        // The end of the last positions before `position` that were not removed.
+        // The end of the last run of positions below `position`: the sequence may have gaps.
         let before = self.full().held(sequence).clipped(0..position).last();
         let exact = before.map_or(0, |run| run.position + run.len);
         if exact >= least {
@@ -168,8 +168,8 @@ impl CellsBookkeeping {
     }
 
     /// Creates a checkpoint of a sequence at `position`, or at the next anchor before it. If the sequence can still
-    /// be rewound to that position, it is created at once, otherwise when a step reaches the position. Returns the
-    /// position, or 0 if the cache allows no checkpoints.
+    /// be rewound to that position, the checkpoint is created at once, otherwise when a step reaches the position.
+    /// Returns the position, or 0 if the cache allows no checkpoints.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
@@ -276,7 +276,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Rewinds a sequence to one of its checkpoints. The caller has checked that it has no tree.
+    /// Rewinds a sequence to one of its checkpoints. The sequence must have no tree.
     pub(super) fn go_back(&mut self, sequence: i32, owner: i32, position: i32) {
         self.checkpoints.touch(owner);
         let (full, windows) = match self.groups.split_first_mut() {

@@ -8,8 +8,8 @@ use crate::error::Result;
 
 impl CellsBookkeeping {
     /// Makes every sequence one run of cells, unless shared cells prevent it. Does nothing if all are runs already.
-    /// Returns the moves of rows. Prefers layouts with few moved rows and with room after each sequence, which counts
-    /// as much as 64 rows.
+    /// Returns the moves of rows. Prefers layouts that move few rows and leave room after each sequence. Room counts
+    /// as much as 64 rows that do not move.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.

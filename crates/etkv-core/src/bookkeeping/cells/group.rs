@@ -8,13 +8,13 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// The number of cells that stay free between the last cell of a sequence and the first cell of a new one. Both can
-/// then grow as runs for a while.
+/// The number of cells that stay free between the last cell of a sequence and the first cell of a new one. Both
+/// sequences can then grow as runs for a while.
 pub const ROOM: i32 = 64;
 
 /// The number of cells that stay free before the next run of a sequence that cannot continue after its last cell,
-/// such as a fork. Otherwise the cells of sequences that decode together would alternate, and each would read the
-/// rows of all. Each fork takes that much more memory.
+/// such as a fork. Otherwise the cells of sequences that decode together would alternate, and each sequence would
+/// read the rows of all. The free cells cost memory for each fork.
 const ROOM_TO_GO_ON: i32 = 16;
 
 /// The cells of the layers that share a policy.
@@ -27,7 +27,7 @@ pub struct LayerGroup {
     /// The number of allocated cells. It grows when more are needed.
     size: i32,
     pub occupancy: Occupancy,
-    /// The number of owners of each cell. Cells past the end have none.
+    /// The number of owners of each cell. Cells after the end of the list have no owner.
     owners: Vec<u16>,
     /// The cells of each sequence and of each checkpoint.
     held: Vec<Runs>,
@@ -91,9 +91,10 @@ impl LayerGroup {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Takes `n` cells, which must be available, and appends them to `cells`. They are those from `after` on if these
-    /// are free, else a run of free cells, preferably away from the ends of sequences, else the first free cells. If
-    /// `after` is `None`, a new sequence begins. `cells` has the cells that the step took earlier.
+    /// Takes `n` cells, which must be available, and appends them to `cells`. The cells start at `after` if these are
+    /// free. Otherwise they are a run of free cells, preferably away from the ends of sequences. If there is no such
+    /// run, they are the first free cells. If `after` is `None`, a new sequence begins. `cells` already has the cells
+    /// that the step took earlier.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         self.make_room(n);
         let mut left = n;
@@ -142,7 +143,7 @@ impl LayerGroup {
         self.capacity - self.taken()
     }
 
-    /// Returns the start of the first free run of `n` cells, preferably one with free cells before it.
+    /// Returns the start of the first free run of `n` cells. Prefers a run with free cells before it.
     fn run_for(&self, n: i32, room: i32, just_taken: &[i32]) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
@@ -163,7 +164,7 @@ impl LayerGroup {
         found
     }
 
-    /// Returns whether the next cell is the one with which a sequence would continue.
+    /// Returns whether a sequence would continue in the next cell.
     fn is_tail(&self, cell: i32) -> bool {
         self.held.iter().any(|held| held.cell_after() == Some(cell + 1))
     }
@@ -246,8 +247,8 @@ impl LayerGroup {
         });
     }
 
-    /// If the window of a sequence is full, drops the positions that the sequence, whose next position is `next`, no
-    /// longer needs. Returns whether the window was full.
+    /// If the window of a sequence is full, drops the positions that the sequence no longer needs. `next` is its next
+    /// position. Returns whether the window was full.
     pub fn trim(&mut self, sequence: i32, next: i32) -> bool {
         let Some(window) = self.window else {
             return false;

@@ -8,14 +8,14 @@ use crate::bookkeeping::{Move, Slots};
 /// The new cell of each cell.
 #[derive(Default)]
 pub struct Layout {
-    /// The new cell of each cell; -1 if it has none.
+    /// The new cell of each cell, or -1 if the cell has none yet.
     targets: Vec<i32>,
     n_moved: i32,
 }
 
 impl Layout {
-    /// Returns a layout of all cells of a layer group in which more sequences are runs, or `None` if there is none.
-    /// In an `ordered` layer group positions stay in order.
+    /// Returns a layout of all cells of a layer group in which more sequences are runs, or `None` if there is no such
+    /// layout. In an `ordered` layer group, positions stay in order.
     pub fn of(group: &LayerGroup, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
         let mut blocks = Block::all(group, trees, ordered);
         let n_runs = blocks.iter().filter(|block| block.is_run).count();
@@ -23,8 +23,8 @@ impl Layout {
             return None;
         }
         blocks.sort_by_key(|block| block.start);
-        // Without room after it, a sequence is a run only until its next token. Room counts as much as the same
-        // number of moved rows.
+        // Without room after it, a sequence is a run only until its next token. A free cell of room counts as much as
+        // a row that does not move.
         let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
             let layouts = [Self::around(&blocks, group, room), Self::in_turn(&blocks, group, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
@@ -40,8 +40,8 @@ impl Layout {
             .map(|(.., layout)| layout)
     }
 
-    /// Leaves blocks in place that are runs or share cells, and moves the others into free runs, the largest first.
-    /// Returns `None` if there is no free run for a block.
+    /// Leaves blocks that are runs or share cells where they are. Moves the others into free runs, the largest block
+    /// first. Returns `None` if there is no free run for a block.
     fn around(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut taken = Occupancy::default();
@@ -79,7 +79,7 @@ impl Layout {
     }
 
     /// Moves all blocks into one sequence, each after the cells that it shares with earlier blocks. Returns `None` if
-    /// there is not enough room; for a `room` of 0 there always is.
+    /// there is not enough room. With a `room` of 0, there always is.
     fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut left = group.taken();
@@ -116,7 +116,7 @@ impl Layout {
     }
 
     /// Moves `cells` of a block to `start` and the following cells, and the block's nodes after them. If the order of
-    /// cells does not matter, cells that are in this range stay.
+    /// cells does not matter, cells that are already in this range stay there.
     fn put(&mut self, block: &Block, cells: &[i32], start: i32) {
         let places = start..start + cells.len() as i32;
         block.nodes.iter().zip(places.end..).for_each(|(&node, place)| self.place(node, place));

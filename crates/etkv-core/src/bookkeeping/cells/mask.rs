@@ -1,4 +1,4 @@
-//! The cells that the queries of a step see in a layer group: a whole run of cells if possible, otherwise a mask over
+//! The cells that the queries of a step see in a layer group: a run without a mask if possible, otherwise a mask over
 //! cells.
 
 use std::collections::BTreeMap;
@@ -37,8 +37,9 @@ impl CellsBookkeeping {
         Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(Arc::new(mask)) })
     }
 
-    /// Returns the cells that the step reads, if a causal mask suffices. The step must be one sequence, or a chain of
-    /// candidates after one, in one run of cells, and the last query must see all of these cells.
+    /// Returns the cells that the step reads, if a causal mask suffices. The step's tokens must belong to one
+    /// sequence, or to a chain of candidates after it. Their cells must be one run, and the last query must see all
+    /// of it.
     fn single(
         &self,
         group: usize,
@@ -73,8 +74,8 @@ impl CellsBookkeeping {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
-        // The last query does not see these positions. The sequence must not have them, and this step must not add
-        // any.
+        // The last query does not see these positions. The sequence must have none of them, and this step must add
+        // none.
         let unseen = window.sinks()..seen;
         let first_fresh = (first - nodes.len() as i32).max(unseen.start);
         if held.clipped(unseen.clone()).next().is_none() && first_fresh >= unseen.end {
@@ -82,7 +83,7 @@ impl CellsBookkeeping {
         }
         // A single query's window is one run if the positions are in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        // A copied sequence may end long before the window begins.
+        // A sequence that was copied may end long before the window begins.
         let hidden = (seen - held.first()?).min(held.count());
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
@@ -127,7 +128,7 @@ impl CellsBookkeeping {
         Ok((read, mask))
     }
 
-    /// Returns the range from the first to the last cell that the step may see. It does not depend on other
+    /// Returns the range from the first to the last cell that the step may see. The range does not depend on other
     /// sequences. Attention groups its sums by the offset of a key in this range, so equal keys in equal order give
     /// equal sums.
     fn extent(
@@ -203,8 +204,8 @@ impl QueryView<'_> {
         [0..sinks.min(first), first..end]
     }
 
-    /// Marks the ancestors of the next node of `tree`. Nodes in `written` got their cells in earlier steps, nodes in
-    /// `fresh` in this step.
+    /// Marks the ancestors of the next node of `tree`. The nodes of `written` got their cells in earlier steps, and
+    /// the nodes of `fresh` in this step.
     fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) -> Result<()> {
         let node = written.len() + fresh.len();
         let base = self.position - tree.depth(node);

@@ -53,7 +53,8 @@ pub struct CellsBookkeeping {
     declared: Option<Segments>,
     step: Option<OpenStep>,
     /// The open step's plan for each layer group, and the cells and positions of its tokens. The lists keep their
-    /// memory from step to step. Masks do not, because the mask of a long prompt would occupy memory until the end.
+    /// memory from step to step. Masks do not: the mask of a long prompt would stay in memory for as long as the
+    /// cache exists.
     plans: Vec<LayerGroupPlan>,
     cells: Vec<Vec<i32>>,
     positions: Vec<i32>,
@@ -96,7 +97,7 @@ impl CellsBookkeeping {
         self.plans().get(self.groups.len()..).unwrap_or_default()
     }
 
-    /// Returns those of `cells` that sequences or trees own.
+    /// Returns the cells of `cells` that sequences or trees own.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -133,7 +134,7 @@ impl CellsBookkeeping {
         self.taken(0)
     }
 
-    /// Returns the number of taken cells in a layer group, without those of the open step.
+    /// Returns the number of taken cells in a layer group, without the cells of the open step.
     fn taken(&self, group: usize) -> i32 {
         let planned = match (&self.recurrent, group.checked_sub(self.groups.len())) {
             (Some(recurrent), Some(buffer)) => recurrent.n_planned()[buffer],
@@ -149,7 +150,8 @@ impl CellsBookkeeping {
     }
 
     /// Returns the number of positions that a layer group guarantees to keep for its sequences. Layer group 0 has
-    /// full history, 1 the first window. The rows and the anchors of recurrent layers are the last two.
+    /// full history, and 1 has the first window. The last two groups are the rows and the anchors of recurrent
+    /// layers.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -239,8 +241,8 @@ impl CellsBookkeeping {
         Ok(ranges)
     }
 
-    /// Returns whether this sequence can be read without a mask in the layer group of full history: whether its cells
-    /// are one run, in any order.
+    /// Returns whether attention can read this sequence without a mask in the layer group of full history. It can if
+    /// the sequence's cells are one run, in any order.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).

@@ -49,20 +49,20 @@ impl Occupancy {
         *self = Self::default();
     }
 
-    /// Returns the first free cell from `cell` on.
+    /// Returns the first free cell at or after `cell`.
     pub fn next_free(&self, cell: i32) -> i32 {
         let cell = cell.max((self.first_free_word * 64) as i32);
         self.scan(cell, |bits| !bits).unwrap_or_else(|| cell.max((self.words.len() * 64) as i32))
     }
 
-    /// Returns the first taken cell from `cell` on, or `limit` if there is none below it.
+    /// Returns the first taken cell at or after `cell`, or `limit` if no such cell is below `limit`.
     pub fn next_taken(&self, cell: i32, limit: i32) -> i32 {
         self.scan(cell, |bits| bits).map_or(limit, |taken| taken.min(limit))
     }
 
     fn scan(&self, from: i32, wanted: impl Fn(u64) -> u64) -> Option<i32> {
         let (first, bit) = word_and_bit(from);
-        // The bits from `from` on.
+        // The bits at or above `from`.
         let mut mask = !(bit - 1);
         for (index, &bits) in self.words.iter().enumerate().skip(first) {
             let found = wanted(bits) & mask;

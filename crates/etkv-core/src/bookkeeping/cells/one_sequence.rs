@@ -56,8 +56,8 @@ impl CellsBookkeeping {
         owners
     }
 
-    /// Returns the cells of a sequence in a layer group, in the order of its positions, followed by those that only
-    /// its checkpoints own.
+    /// Returns the cells of a sequence in a layer group, in the order of its positions. The cells that only its
+    /// checkpoints own follow.
     fn cells_of_text(&self, group: usize, sequence: i32) -> Vec<i32> {
         let group = self.cells_of(group);
         let mut known = BTreeSet::new();
@@ -75,9 +75,9 @@ impl CellsBookkeeping {
         Slots::of(&self.cells_of_text(group, sequence))
     }
 
-    /// Returns bookkeeping that also has the only sequence of a state, which must [fit](Self::with_state). The number
-    /// `sequence` must have neither positions nor a tree. Also returns the sequence's cells in each layer group, in
-    /// the order of the cells of the state.
+    /// Returns a copy of the bookkeeping with one more sequence: the only sequence of `state`, which must
+    /// [fit](Self::with_state). The sequence gets the number `sequence`, which must have neither positions nor a
+    /// tree. Also returns the sequence's cells in each layer group, in the order of the cells of the state.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a
@@ -98,7 +98,7 @@ impl CellsBookkeeping {
         let states = state.recurrent.iter().flat_map(|state| [&state.rows, &state.anchors]);
         let groups = book.groups.iter_mut().chain(recurrent);
         for (index, (group, state)) in groups.zip(state.groups.iter().chain(states)).enumerate() {
-            // In the order of the sequence's positions, followed by cells that only checkpoints own.
+            // The cells are in the order of the sequence's positions. Cells that only checkpoints own follow.
             let mut order: Vec<i32> = Vec::new();
             let mut known: BTreeSet<i32> = BTreeSet::new();
             for &[_, cell, len] in state.sequences.iter().flat_map(|held| &held.runs) {

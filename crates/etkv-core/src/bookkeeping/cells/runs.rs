@@ -94,8 +94,8 @@ impl Runs {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// Returns the preferred cell for the next position. If the cells are one run in any order, it is the cell after
-    /// the run, which extends it. Otherwise it is the cell after that of the last position.
+    /// Returns the preferred cell for the next position. If the cells are one run in any order, this is the cell
+    /// after the run. Otherwise it is the cell after the cell of the last position.
     pub fn cell_after(&self) -> Option<i32> {
         let last = self.runs.last()?;
         Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })

@@ -7,8 +7,8 @@ use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
-    /// Returns the least position, other than 0, to which a sequence can be rewound without a checkpoint. The
-    /// sequence has the position before it, and every layer group has all positions that a query there sees.
+    /// Returns the least position, other than 0, to which a sequence can be rewound without a checkpoint. For this
+    /// position, the sequence has the previous position, and every layer group has all positions that a query sees.
     ///
     /// # Errors
     /// Errors of [`seq_len`](Self::seq_len).
@@ -23,8 +23,8 @@ impl CellsBookkeeping {
         Ok(reachable.map_or(0, |run| run.position + 1))
     }
 
-    /// Returns the least position at which a query sees none of those `positions` of a sequence that a layer group
-    /// has dropped, or 0 if none has been dropped.
+    /// Returns the least position at which a query sees no dropped position, or 0 if none of the `positions` of a
+    /// sequence has been dropped from a layer group.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
@@ -195,13 +195,14 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Removes the positions from `length` on from the only sequence, which then continues at `length`. A `length` of
-    /// 0 removes all.
+    /// Removes the positions at or after `length` from the only sequence, which then continues at `length`. A
+    /// `length` of 0 removes all.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
-    /// - [`Position`](crate::Status::Position): `length` is negative or greater than the next position. Also if it is
-    ///   not 0, and it is below [`rewindable_to`](Self::rewindable_to) or the position before it was removed.
+    /// - [`Position`](crate::Status::Position): `length` is negative or greater than the next position. Also if
+    ///   `length` is not 0 and either is below [`rewindable_to`](Self::rewindable_to) or follows a position that was
+    ///   removed.
     /// - [`Step`](crate::Status::Step): a step is open, or the sequence has a tree and some of its positions would
     ///   stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {

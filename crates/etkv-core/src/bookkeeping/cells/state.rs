@@ -25,7 +25,7 @@ impl CellsBookkeeping {
     /// Returns bookkeeping with this state, and with the same capacity and layer groups as `self`.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for a state that no steps produce, or that does not fit;
+    /// [`File`](crate::Status::File) for a state that no steps produce or that does not fit;
     /// [`Backend`](crate::Status::Backend) if there is too little memory.
     pub fn with_state(&self, state: &CellsState) -> Result<Self> {
         let n_groups = self.groups.len();
@@ -70,7 +70,7 @@ impl CellsBookkeeping {
         Ok(book)
     }
 
-    /// Refuses layer groups that have positions which their sequences lack, and states that no steps produce.
+    /// Refuses a state that no steps produce, and a layer group that has a position which its sequence lacks.
     fn check_windows(&self) -> Result<()> {
         let (full, windows) = (&self.groups[0], &self.groups[1..]);
         let kept_by = |owner: i32| self.checkpoints.all().iter().find(|kept| kept.owner == owner);
@@ -90,8 +90,8 @@ impl CellsBookkeeping {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
-        // Returns whether a query at `position` of `text` sees a position that `owner` lacks. Positions that were
-        // removed from the text are expected in no window.
+        // Returns whether a query at `position` of `text` sees a position that `owner` lacks. Windows need no
+        // positions that were removed from the text.
         let lacks = |owner: i32, text: i32, position: i32| {
             windows.iter().filter_map(|group| Some((group, group.window?))).any(
                 |(group, window)| {
@@ -132,7 +132,7 @@ impl CellsBookkeeping {
             if tree.anchors.keys().any(|node| after(node) % BLOCK != 0) {
                 return Err(damaged("an anchor of a tree lies between boundaries"));
             }
-            // The anchor at a boundary was stored in the step of a node there.
+            // The step that ran a node at a boundary also stored the anchor there.
             let lacks = |node: usize| match tree.parent(node) {
                 Some(parent) => !tree.anchors.contains_key(&parent),
                 None => !recurrent.has_anchor(sequence, next),
@@ -162,8 +162,8 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Moves the rows and anchors of recurrent layers to the first slots, and keeps their order. In a file they may
-    /// be scattered, and the buffers of a cache extend to the last one.
+    /// Moves the rows and anchors of recurrent layers to the first slots, and keeps their order. In a file, rows and
+    /// anchors may be scattered. The buffers of a cache extend to the last of them.
     pub fn pack_recurrent(&mut self) {
         if let Some(recurrent) = &mut self.recurrent {
             recurrent.pack(&mut self.trees);
@@ -179,7 +179,8 @@ impl CellsBookkeeping {
         ContiguousBookkeeping::new(self.capacity, windows).with_state(state).map(drop)
     }
 
-    /// Returns the number of layer groups, including the rows and the anchors of recurrent layers.
+    /// Returns the number of layer groups. With recurrent layers, their rows and their anchors count as one group
+    /// each.
     pub fn n_groups(&self) -> usize {
         self.groups.len() + if self.recurrent.is_some() { 2 } else { 0 }
     }

@@ -10,7 +10,7 @@ use crate::store::Store;
 
 use super::Storage;
 
-/// The bytes of a plane that are passed at a time, unless a single slot has more.
+/// The number of bytes of a plane in one part. A part with a single slot may have more.
 const CHUNK: usize = 4 << 20;
 
 /// The contents of a cache after it loads a snapshot.
@@ -19,7 +19,7 @@ pub struct Contents<B> {
     pub book: B,
     /// The slots of each layer group that have rows.
     pub held: Vec<Slots>,
-    /// The formats after loading, and whether rows still wait for their conversion at `quantized_kv_start`.
+    /// The formats after loading. The flag is true if rows still wait for their conversion at `quantized_kv_start`.
     pub target: ([KvFormat; 2], bool),
 }
 
@@ -45,7 +45,7 @@ impl<S: Store> Storage<S> {
                 }));
             }
         }
-        // Planes of wide elements come first, which aligns all of them.
+        // Planes of wide elements come first. All planes are then aligned.
         all.sort_by_key(|rows| std::cmp::Reverse(rows.format.element.bytes()));
         all
     }
@@ -95,7 +95,7 @@ impl<S: Store> Storage<S> {
         let Contents { held, target: (target, awaits), .. } = contents;
         let (target, awaits) = (*target, *awaits);
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
-        // Both stores count as the same holder of the budget, which remains if either is dropped.
+        // In the budget both stores count as one holder. It stays registered until both are dropped.
         made.share = self.share.sibling();
         let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
         made.reserve(needed)?;
@@ -119,7 +119,7 @@ impl<S: Store> Storage<S> {
         Ok(made)
     }
 
-    /// Refuses a file with values that are not finite as stored.
+    /// Refuses a file with stored values that are not finite.
     pub fn refuse_not_finite(&self, held: &[Slots]) -> Result<()> {
         self.read_rows(held, &mut |rows, bytes| {
             let layer = self.config.layers.get(rows.id.layer);
@@ -136,8 +136,8 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses to load a sequence if the cache would then have `length` positions, and that is more than may be
-    /// stored in float before `quantized_kv_start`.
+    /// Refuses to load a sequence if the cache would then have `length` positions, more than it may store in float
+    /// before `quantized_kv_start`.
     pub fn check_joining_floats(&self, length: i32) -> Result<()> {
         let most = self.config.max_floats();
         if length > most {

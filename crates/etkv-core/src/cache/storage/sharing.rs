@@ -13,13 +13,13 @@ use crate::store_layer::SlotsOf;
 use super::memory::bytes_of;
 use super::{Contents, Storage};
 
-/// The maximum number of prefixes in a chain, because a buffer is mapped from that many pieces. In a longer chain,
-/// all rows are copied into a single prefix.
+/// The maximum number of prefixes in a chain. A buffer is mapped from one piece for each prefix. If a chain would be
+/// longer, all its rows are copied into a single prefix.
 const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
-    /// Freezes the slots of each layer group up to the last one of `held`. The store reads them from the prefix from
-    /// now on.
+    /// Freezes the slots of each layer group up to the last one of `held`. From now on the store reads these rows
+    /// from the prefix.
     pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
         self.check()?;
         let parent = self.prefix.clone();
@@ -53,7 +53,7 @@ impl<S: Store> Storage<S> {
         contents: &Contents<B>,
     ) -> Result<Self> {
         let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
-        // Both stores count as the same holder of the budget, which remains if either is dropped.
+        // In the budget both stores count as one holder. It stays registered until both are dropped.
         made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
@@ -92,7 +92,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Reserves the memory for writes to slots whose rows are in a prefix. These rows and all shared rows after them
-    /// then count as this cache's own. `first` is the first slot that is written in each layer group.
+    /// then count as rows of this cache alone. `first` has, for each layer group, the first slot that is written.
     pub(super) fn reserve_own(&mut self, first: impl Fn(usize) -> Option<i32>) -> Result<()> {
         if self.prefix.is_none() {
             return Ok(());

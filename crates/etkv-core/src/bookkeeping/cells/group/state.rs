@@ -8,11 +8,11 @@ use crate::snapshot::{damaged, GroupState, SequenceState};
 /// The maximum number of positions of a sequence in a file. Twice this number fits in an i32.
 const MAX_POSITIONS: i32 = 1 << 30;
 
-/// Up to this number of cells, any number of them may be empty.
+/// In a file of at most this number of cells, any number of them may be empty.
 const MAX_SPARSE: usize = 1 << 22;
 
-/// The maximum number of cells for each position in larger files. Bookkeeping takes two bytes for each cell, even an
-/// empty one.
+/// The maximum number of cells for each position in larger files. The bookkeeping uses two bytes for each cell, even
+/// for an empty one.
 const MAX_CELLS_A_ROW: i64 = 64;
 
 impl LayerGroup {
@@ -33,7 +33,7 @@ impl LayerGroup {
     /// Returns a layer group with the same parameters, the contents of `state`, and the cells of trees in `nodes`.
     ///
     /// # Errors
-    /// [`File`](Status::File) for cells that do not fit or that contradict each other, [`Backend`](Status::Backend)
+    /// [`File`](Status::File) for cells that do not fit or contradict each other, [`Backend`](Status::Backend)
     /// if there is too little memory.
     pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
         let mut group = self.emptied();
@@ -91,7 +91,7 @@ impl LayerGroup {
     /// Checks that the cells exist, and that each has one position or one node. Returns the number of cells up to the
     /// last one.
     fn check_cells(&self, runs: Vec<Run>, nodes: &[i32]) -> Result<usize> {
-        // The difference between a position and its cell identifies a run; nodes have `None`.
+        // The difference between a position and its cell: it is the same in a whole run. `None` for a node.
         let shifted = runs.iter().map(|run| (run.cell, run.len, Some(run.position)));
         let mut all: Vec<(i32, i32, Option<i32>)> =
             shifted.chain(nodes.iter().map(|&cell| (cell, 1, None))).collect();

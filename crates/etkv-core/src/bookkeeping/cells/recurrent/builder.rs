@@ -25,7 +25,7 @@ struct Fresh {
     anchors: BTreeMap<i32, AnchorSource>,
 }
 
-/// The nodes of a frontier that are already part of the step. Tokens of other sequences may come between them.
+/// The nodes of a frontier that are already part of the step. Tokens of other sequences may come between these nodes.
 #[derive(Debug, Default)]
 struct Frontier {
     /// The token of each node.
@@ -34,7 +34,7 @@ struct Frontier {
     anchors: BTreeMap<usize, AnchorSource>,
 }
 
-/// A plan under construction. Slots of new rows and anchors are not chosen yet.
+/// A plan under construction. New rows and anchors have no slots yet.
 pub struct Builder<'a> {
     state: &'a Recurrent,
     pub plan: RecurrentPlan,
@@ -72,7 +72,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds consecutive tokens that belong to all of the sequences `members`. Stores the rows at positions for which
-    /// `keeps_row` holds, and the anchors for which `keeps_anchor` holds.
+    /// `keeps_row` returns true, and the anchors for which `keeps_anchor` does.
     pub fn add_text(
         &mut self,
         members: &[i32],
@@ -256,7 +256,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Returns the state of a sequence after `position` positions, if the sequence has it.
+    /// Returns the state of a sequence after `position` positions, or `None` if the sequence does not have that
+    /// state.
     fn anchor_of(&self, sequence: i32, position: i32) -> Option<AnchorSource> {
         let block = position / BLOCK;
         if block == 0 {
@@ -267,7 +268,8 @@ impl<'a> Builder<'a> {
         fresh.copied().or_else(held)
     }
 
-    /// Returns the state after `position` positions if another sequence with the same text has it.
+    /// Returns the state after `position` positions of another sequence with the same text, or `None` if no such
+    /// sequence has that state.
     fn shared_anchor(&self, sequence: i32, position: i32) -> Result<Option<AnchorSource>> {
         let before = self.row_of(sequence, position - 1)?;
         if let Some(&fold) = self.folds.get(&(key(before), position)) {

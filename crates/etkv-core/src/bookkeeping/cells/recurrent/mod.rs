@@ -1,7 +1,7 @@
 //! The bookkeeping of the rows and anchors of recurrent layers.
 //!
 //! A sequence keeps its last anchors, and the rows since the oldest of them. Its state after any later position
-//! follows from these. So appending, rewinding, forking and aborting only add, drop or share rows.
+//! follows from these anchors and rows. So appending, rewinding, forking and aborting only add, drop or share rows.
 
 mod builder;
 mod state;
@@ -33,8 +33,8 @@ impl RecurrentWindow {
         (self.oldest_anchor(next) - self.lead).max(0)
     }
 
-    /// Returns the maximum number of rows that a step of one sequence needs: the rows before the step, to which an
-    /// abort returns, and the rows of the step.
+    /// Returns the maximum number of rows that a step of one sequence needs: the rows before the step, which an abort
+    /// needs, and the rows of the step.
     pub fn rows(&self, capacity: i32) -> i32 {
         (i64::from(self.anchors) * i64::from(BLOCK) + i64::from(self.lead))
             .saturating_mul(2)
@@ -86,8 +86,8 @@ impl Recurrent {
         }
     }
 
-    /// Returns the least position, other than 0, from which a sequence can be rewound to every later position. This
-    /// is its oldest anchor.
+    /// Returns the least position, other than 0, to which a sequence can be rewound. This is its oldest anchor. The
+    /// sequence can also be rewound to every later position.
     pub fn exact_from(&self, sequence: i32) -> i32 {
         if self.rows.held(sequence).first() == Some(0) {
             return 0;
@@ -133,8 +133,8 @@ impl Recurrent {
         self.anchors.remove(sequence, &(0..self.window.oldest_anchor(next) / BLOCK));
     }
 
-    /// Moves the rows and anchors of the `accepted` nodes of a tree to its sequence, whose next position is `next`.
-    /// Frees the others.
+    /// Moves the rows and anchors of the `accepted` nodes of a tree to the tree's sequence, whose next position is
+    /// `next`. Frees the rows and anchors of the other nodes.
     pub fn commit_tree(&mut self, sequence: i32, tree: &Tree, accepted: &[i32], next: i32) {
         self.drop_tree(tree);
         for (&node, position) in accepted.iter().zip(next..) {

@@ -12,7 +12,7 @@ use crate::bookkeeping::recurrent::{AnchorSource, Chain, RecurrentPlan, RowSourc
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::{fail, Result};
 
-/// A planned step. Its rows and anchors are in cells that were free.
+/// A planned step. Its rows and anchors are in cells that were free before.
 #[derive(Debug, Clone)]
 pub struct OpenStep {
     plan: Arc<RecurrentPlan>,
@@ -23,7 +23,7 @@ pub struct OpenStep {
 
 impl Recurrent {
     /// Plans a step for tokens at these positions. The members of a segment must have the same text. `pins` returns
-    /// the positions of a sequence, among those that the step writes, that need a checkpoint.
+    /// the positions of a sequence that need a checkpoint, among the positions that the step writes.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) if too few cells are free. The bookkeeping is then unchanged.
@@ -39,8 +39,8 @@ impl Recurrent {
         let n_named = members.len();
         members.sort_unstable();
         members.dedup();
-        // A sequence that is in several segments may read the row of any earlier token of the step, so all rows are
-        // stored.
+        // If a sequence is in several segments, it may read the row of any earlier token of the step. All rows are
+        // then stored.
         let once = members.len() == n_named;
         let mut builder = Builder::new(self);
         let mut first = 0;
