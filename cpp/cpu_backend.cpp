@@ -10,8 +10,8 @@ namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
   size_t get_thread_count() const;
-  /// Calls `part` with 0 to `n_parts - 1`. Runs all of them on this thread
-  /// under a NoThreadPoolGuard.
+  /// Calls `part` with 0 to `n_parts - 1`. Under a NoThreadPoolGuard all calls
+  /// run on this thread.
   void run(
       ::executorch::runtime::FunctionRef<void(size_t)> part,
       size_t n_parts);

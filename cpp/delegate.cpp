@@ -83,8 +83,8 @@ Error fail(const char* backend, etkv_status status, std::string_view message) {
       '?');
   ET_LOG(Error, "%s: %s", backend, line.c_str());
   libetkv().report(status, message);
-  // MLX throws one exception type for everything. These messages say "Unable to
-  // allocate" or "Attempting to allocate".
+  // MLX throws one exception type for every failure. If memory runs out, its
+  // message contains "Unable to allocate" or "Attempting to allocate".
   if (status == ETKV_ERROR_BACKEND &&
       message.find("llocate") != std::string_view::npos) {
     return Error::MemoryAllocationFailed;
@@ -157,8 +157,9 @@ class OutputArguments final : public interpreter::Host {
       return reinterpret_cast<std::uint8_t*>(this);
     }
     auto* const memory = static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
-    return memory != nullptr ? memory
-                             : refuse(i, "the host's tensor has no memory");
+    return memory != nullptr
+               ? memory
+               : refuse(i, "expected a tensor with memory to write to");
   }
 
   bool set_integer(std::size_t i, std::int64_t value) override {

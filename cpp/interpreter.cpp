@@ -32,8 +32,8 @@ rust::Slice<const T> slice(View<T> view) {
                         : rust::Slice<const T>(view.data, view.size);
 }
 
-/// Converts text from outside, which may not be UTF-8. Bytes that are not UTF-8
-/// are replaced, so a name with them is not found.
+/// Converts text from outside. Bytes that are not UTF-8 are replaced, so a name
+/// with such bytes is not found.
 rust::String text(std::string_view view) {
   return rust::String::lossy(view.data(), view.size());
 }

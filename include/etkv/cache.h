@@ -139,8 +139,8 @@ ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
 /**
- * Removes the positions from `length` on, in a cache that holds one sequence.
- * `length` is from 0 to the sequence's next position.
+ * Removes the positions at or after `length`, in a cache that holds one
+ * sequence. `length` is from 0 to the sequence's next position.
  *
  * ETKV_ERROR_POSITION for another length, and if layers with windows have
  * dropped positions that the shorter sequence needs; the message names the
@@ -151,8 +151,8 @@ ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
 /**
- * Stores the smallest length from which on etkv_cache_rewind() accepts every
- * length of the sequence. It is 0 if no layer has dropped a position.
+ * Stores the smallest length such that etkv_cache_rewind() accepts it and every
+ * greater length of the sequence. It is 0 if no layer has dropped a position.
  * etkv_cache_rewind() always accepts 0. ETKV_ERROR_INVALID_ARGUMENT if the
  * cache holds several sequences.
  */
@@ -163,9 +163,10 @@ ETKV_API etkv_status etkv_cache_rewindable_to(
 
 /**
  * Stores in `reachable` the greatest length, at most `position`, that
- * etkv_cache_rewind() accepts now. It accepts every length of the sequence from
- * etkv_cache_rewindable_to() on, the checkpoints of etkv_cache_mark(), and 0. A
- * host that rewinds to `reachable` must run the tokens after it again.
+ * etkv_cache_rewind() accepts now. etkv_cache_rewind() accepts 0, the
+ * checkpoints of etkv_cache_mark(), and every length of the sequence that is at
+ * least etkv_cache_rewindable_to(). A host that rewinds to `reachable` must run
+ * the tokens after it again.
  *
  * ETKV_ERROR_POSITION if `position` is negative. ETKV_ERROR_INVALID_ARGUMENT if
  * the cache holds several sequences.
@@ -220,8 +221,8 @@ etkv_cache_mark_turn(etkv_cache* cache, int32_t end, etkv_error** error);
  * Rewinds the only sequence to the greatest length, at most `length`, that
  * etkv_cache_rewind() accepts. Call it before a text whose first `length`
  * tokens are in the cache. If the sequence becomes shorter than `length`,
- * `length` is also marked, so that the next text that differs from there on
- * runs fewer tokens again.
+ * `length` is also marked. The next text that differs after `length` tokens
+ * then runs fewer tokens again.
  *
  * @param reached  receives the length of the sequence.
  *

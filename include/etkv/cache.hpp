@@ -103,15 +103,15 @@ class Cache {
       return etkv_cache_clear(raw(), release, error);
     });
   }
-  /// Removes the positions of the only sequence from `length` on; see
+  /// Removes the positions of the only sequence at or after `length`; see
   /// etkv_cache_rewind.
   Result<void> rewind(int32_t length) {
     return detail::run([&](etkv_error** error) {
       return etkv_cache_rewind(raw(), length, error);
     });
   }
-  /// Returns the smallest length from which on rewind() accepts every length;
-  /// see etkv_cache_rewindable_to.
+  /// Returns the smallest length such that rewind() accepts it and every
+  /// greater length; see etkv_cache_rewindable_to.
   Result<int32_t> rewindable_to() const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_cache_rewindable_to(raw(), length, error);

@@ -72,7 +72,7 @@ typedef struct etkv_layer_config {
   int32_t v_head_dim;
   /**
    * Positions that a query sees, including its own; 0 for full history. A layer
-   * with a window keeps few more positions than these.
+   * with a window keeps only a few positions more.
    */
   int32_t window;
   /**
@@ -82,7 +82,7 @@ typedef struct etkv_layer_config {
   int32_t sinks;
   /**
    * The dtype that the program computes in. A cache whose config names no
-   * format stores rows in it. It has no other effect.
+   * format stores rows in this dtype. The field has no other effect.
    */
   etkv_dtype dtype;
   /**
@@ -94,8 +94,8 @@ typedef struct etkv_layer_config {
    */
   int32_t values_in_keys;
   /**
-   * Positions of a chunk; 0 for a layer without chunks. A query sees the
-   * positions of its own chunk, up to its own; chunks begin at multiples of
+   * Positions of a chunk; 0 for a layer without chunks. A query sees its own
+   * position and the earlier ones of its chunk; chunks begin at multiples of
    * this number. Such a layer has no window.
    */
   int32_t chunk;
@@ -112,7 +112,7 @@ enum {
 
 /**
  * The sizes of one recurrent layer. The program's architecture gives these
- * numbers; those of the other kind are 0. A recurrent layer stores float32,
+ * numbers; the sizes of the other kind are 0. A recurrent layer stores float32,
  * whatever the formats of keys and values.
  */
 typedef struct etkv_recurrent_layer_config {
@@ -170,9 +170,9 @@ typedef struct etkv_cache_config {
   size_t n_layers;
   /**
    * Formats of keys and of values, by name. NULL stores rows in the `dtype` of
-   * the layers, which must be the same for all, or in "f16" if that is unknown.
-   * If the values of all layers are in their keys, `v_format` must be NULL or
-   * the format of keys.
+   * the layers, or in "f16" if the dtype is unknown. All layers must then have
+   * the same dtype. If the values of all layers are in their keys, `v_format`
+   * must be NULL or the format of keys.
    */
   const char* k_format;
   const char* v_format;

@@ -39,8 +39,8 @@ enum class RecurrentKind : etkv_recurrent_kind {
   recurrence = ETKV_RECURRENT_RECURRENCE,
 };
 
-/// The sizes of one recurrent layer; see etkv_recurrent_layer_config. Those of
-/// the other kind are 0.
+/// The sizes of one recurrent layer; see etkv_recurrent_layer_config. The sizes
+/// of the other kind are 0.
 struct RecurrentLayerConfig {
   RecurrentKind kind = RecurrentKind::convolution;
   int32_t channels = 0;

@@ -29,10 +29,10 @@
  *             that they take.
  *   Arrays    are a pointer and a number of elements. NULL is allowed for 0
  *             elements.
- *   Defects   inside etkv become ETKV_ERROR_INTERNAL. After one, the program
- *             or the cache in which it happened returns that status from
- *             every call, through every handle. It can still be freed, and
- *             its facts are still returned.
+ *   Defects   inside etkv become ETKV_ERROR_INTERNAL. After a defect, the
+ *             program or the cache in which it happened returns that status from
+ *             every call, through every handle. The object can still be
+ *             freed, and its facts are still returned.
  *   Poisoned  A cache is poisoned if a failure left its contents unknown. After
  *             ETKV_ERROR_BACKEND, etkv_cache_clear() makes it usable again.
  *             After a defect it can only be freed.

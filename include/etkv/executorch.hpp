@@ -379,8 +379,8 @@ inline constexpr int32_t kMetadataVersion = 1;
 /// The version for programs with recurrent layers.
 inline constexpr int32_t kRecurrentMetadataVersion = 2;
 
-/// The version for programs with layers that attend in chunks, and recurrent
-/// layers or none.
+/// The version for programs with layers that attend in chunks, with or without
+/// recurrent layers.
 inline constexpr int32_t kChunkMetadataVersion = 3;
 
 /// Returns the value of the program's constant method with this name: nullopt

@@ -233,8 +233,8 @@ etkv_generation_cancel(const etkv_generation* generation, etkv_error** error);
 
 /**
  * Rolls back a step of async decode, if there is one, for a host that will not
- * ask for its tokens soon. The next call of etkv_generation_next() goes on from
- * there.
+ * request the next token soon. The next call of etkv_generation_next() goes on
+ * from there.
  */
 ETKV_API etkv_status
 etkv_generation_pause(const etkv_generation* generation, etkv_error** error);

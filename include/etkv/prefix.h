@@ -26,22 +26,24 @@ extern "C" {
 /* ---- Frozen contents of a cache ---------------------------------------- */
 
 /**
- * A sequence from position 0 on, read-only, for any number of threads. Its rows
- * are freed when it and every cache that reads them are gone, in any order.
+ * A read-only sequence that begins at position 0, for any number of threads.
+ * Its rows are freed when the prefix and all caches that read the rows are
+ * gone, in any order.
  */
 typedef struct etkv_prefix etkv_prefix;
 
 /**
- * Freezes the contents of a cache, which goes on from them. Rows move to memory
- * that caches share, one layer at a time. Rows that the cache already reads
- * from a prefix stay where they are. The caller frees the prefix with
+ * Freezes the contents of a cache. The cache goes on from them. Rows move to
+ * memory that caches share, one layer at a time. Rows that the cache already
+ * reads from a prefix stay where they are. The caller frees the prefix with
  * etkv_prefix_free().
  *
- * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, or holds anything but
- * sequence 0 from position 0 on, without candidates or gaps. ETKV_ERROR_STEP
- * while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that Rust code added,
- * and for a backend that cannot share memory. ETKV_ERROR_BACKEND if the cache
- * is poisoned or memory runs out. After an error the contents are as before.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, if it holds another
+ * sequence than 0, or if sequence 0 has candidates, gaps or no position 0.
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that
+ * Rust code added, and for a backend that cannot share memory.
+ * ETKV_ERROR_BACKEND if the cache is poisoned or memory runs out. After an
+ * error the contents are as before.
  */
 ETKV_API etkv_status
 etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
@@ -53,9 +55,9 @@ etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
  *
  * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length().
  *
- * ETKV_ERROR_INVALID_ARGUMENT where the cache is not empty, for another length,
- * and for a prefix of other layers, formats, windows or another backend, or
- * longer than the capacity. ETKV_ERROR_STEP while a step is open.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache is not empty, and for another
+ * length. Also if the prefix differs in layers, formats, windows or backend, or
+ * is longer than the capacity. ETKV_ERROR_STEP while a step is open.
  * ETKV_ERROR_UNSUPPORTED and ETKV_ERROR_BACKEND as for etkv_cache_freeze().
  * After an error nothing has changed.
  */
@@ -76,8 +78,8 @@ ETKV_API int32_t etkv_prefix_length(const etkv_prefix* prefix);
 ETKV_API int32_t etkv_prefix_rewindable_to(const etkv_prefix* prefix);
 
 /**
- * Returns the bytes of the rows, without those of the prefix that the cache had
- * gone on from. 0 if `prefix` is no live handle.
+ * Returns the bytes of the rows, without the rows of an earlier prefix from
+ * which the cache went on. 0 if `prefix` is no live handle.
  */
 ETKV_API uint64_t etkv_prefix_bytes(const etkv_prefix* prefix);
 
@@ -145,9 +147,9 @@ ETKV_API etkv_status etkv_prefix_store_usage(
  * @param written  receives whether a file was written. NULL if it is not
  *                 wanted.
  *
- * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache does not
- * hold the positions of all tokens, in sequence 0 alone and without candidates;
- * and the errors of etkv_cache_save().
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, if the cache holds
+ * candidates or another sequence than 0, or if its positions are not those of
+ * the tokens; and the errors of etkv_cache_save().
  */
 ETKV_API etkv_status etkv_prefix_store_save(
     const etkv_prefix_store* store,
@@ -214,8 +216,9 @@ typedef struct etkv_prefix_cache_options {
    */
   uint64_t max_bytes;
   /**
-   * A store that is read where memory has no prefix, and to which every kept
-   * text is written; or NULL. Its handle may be freed afterwards.
+   * A store that is read if memory has no prefix of a text. Every kept text is
+   * written to it. NULL for none. The handle of the store may be freed
+   * afterwards.
    */
   const etkv_prefix_store* store;
 } etkv_prefix_cache_options;
@@ -226,7 +229,10 @@ typedef struct etkv_prefix_statistics {
   /** The number of prefixes in memory, and of pinned ones among them. */
   size_t n_prefixes;
   size_t n_pinned;
-  /** Bytes of their rows. Rows that several share count once. */
+  /**
+   * Bytes of the rows of prefixes in memory. Rows that several prefixes share
+   * count once.
+   */
   uint64_t n_bytes;
   /** Tokens of the texts passed to etkv_prefix_cache_attach(). */
   uint64_t tokens_asked;
@@ -256,7 +262,7 @@ ETKV_API etkv_status etkv_prefix_cache_new(
 
 /**
  * Frees a prefix cache. Caches that read its prefixes keep the rows, and pins
- * keep theirs. Waits for a text that is being read ahead.
+ * keep their prefixes. Waits for a text that is being read ahead.
  */
 ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
 
@@ -297,16 +303,16 @@ ETKV_API etkv_status etkv_prefix_cache_find(
     etkv_error** error);
 
 /**
- * Keeps the contents of a cache, which goes on from them. An older prefix whose
- * text is a beginning of this one is removed if the new one serves every text
- * that the older one serves. The store receives the text too: its file reveals
- * what users wrote.
+ * Keeps the contents of a cache. The cache goes on from them. An older prefix
+ * whose text is a beginning of this one is removed if the new one serves every
+ * text that the older one serves. The store receives the text too: its file
+ * reveals what users wrote.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
- * @param kept     receives whether memory now has the text. It does not if the
- *                 rows exceed `max_bytes`, or if etkv_cache_convert() changed
- *                 the cache. NULL if it is not wanted.
+ * @param kept receives whether memory now has the text. False if the rows
+ * exceed `max_bytes`, or if etkv_cache_convert() changed the cache. NULL if it
+ * is not wanted.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint or tokens, and if the cache
  * does not hold the positions of all tokens; and the errors of

@@ -46,7 +46,7 @@ class Prefix {
   detail::Handle<etkv_prefix, etkv_prefix_free> handle_;
 };
 
-/// Freezes the contents of a cache, which goes on from them; see
+/// Freezes the contents of a cache. The cache goes on from them; see
 /// etkv_cache_freeze.
 inline Result<Prefix> freeze(Cache& cache) {
   auto frozen =
@@ -78,7 +78,7 @@ class PrefixStore {
     uint64_t bytes = 0;
   };
 
-  /// Opens a folder, or a bucket by its address, whose files take up to
+  /// Opens a folder, or a bucket by its address. Its files take at most
   /// `max_bytes`; see etkv_prefix_store_open.
   static Result<PrefixStore> open(
       const std::string& folder,
@@ -116,8 +116,8 @@ class PrefixStore {
     });
   }
 
-  /// Loads the longest beginning of `text.tokens` that the folder has into an
-  /// empty cache. Returns its length; see etkv_prefix_store_load.
+  /// Loads into an empty cache the longest beginning of `text.tokens` that the
+  /// folder has. Returns its length; see etkv_prefix_store_load.
   Result<size_t> load(Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
     return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
@@ -160,22 +160,23 @@ class PrefixPin {
 /// etkv_prefix_statistics.
 struct PrefixStatistics {
   size_t prefixes = 0;           ///< prefixes in memory
-  size_t pinned = 0;             ///< those of them that are pinned
-  uint64_t bytes = 0;            ///< of their rows, each once
-  uint64_t tokens_asked = 0;     ///< of the texts passed to attach()
-  uint64_t tokens_in_memory = 0; ///< of these, found in memory
-  uint64_t tokens_in_store = 0;  ///< of these, loaded from the store
+  size_t pinned = 0;             ///< pinned prefixes in memory
+  uint64_t bytes = 0;            ///< bytes of rows, each row once
+  uint64_t tokens_asked = 0;     ///< in texts for attach()
+  uint64_t tokens_in_memory = 0; ///< of those, found in memory
+  uint64_t tokens_in_store = 0;  ///< of those, in the store
   size_t ahead_waiting = 0;      ///< texts that wait to be read ahead
   uint64_t ahead_read = 0;       ///< texts that were read ahead
-  uint64_t tokens_ahead = 0;     ///< their tokens
+  uint64_t tokens_ahead = 0;     ///< tokens of those texts
   uint64_t ahead_failed = 0;     ///< texts that could not be read ahead
 };
 
 /// Prefixes that caches share; see etkv_prefix_cache.
 class PrefixCache {
  public:
-  /// Makes a prefix cache of up to `max_bytes`; 0 for no limit. It uses
-  /// `store`, which need not outlive this call; nullptr for none.
+  /// Makes a prefix cache of at most `max_bytes` bytes; 0 for no limit. The
+  /// prefix cache uses `store`, which need not outlive this call; nullptr for
+  /// none.
   static Result<PrefixCache> make(
       uint64_t max_bytes = 0,
       const PrefixStore* store = nullptr) {

@@ -59,11 +59,13 @@ ETKV_API etkv_status etkv_cache_save(
  *
  * A file fits a cache of the same kind, layers and windows, with enough
  * capacity for its positions. If the formats of the config are the same too,
- * the cache goes on as the saved one would have. Otherwise f32, f16 and bf16
- * are converted into the formats of this cache, and other formats are refused.
+ * the cache goes on as the saved one would have. Otherwise rows in f32, f16 and
+ * bf16 are converted into the formats of this cache, and rows in other formats
+ * are refused.
  *
  * @param path         the file.
- * @param fingerprint  that of etkv_cache_save(). NULL is the same as "".
+ * @param fingerprint the one passed to etkv_cache_save(). NULL is the same as
+ * "".
  * @param tokens       receives the token ids of the file, which the caller
  *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.
@@ -109,12 +111,12 @@ ETKV_API etkv_status etkv_seq_cache_save(
  *
  * A file of a cache of any kind fits, if it holds one sequence without
  * candidates, and the layers and windows are the same. Rows are converted to
- * the present formats of this cache: f32, f16 and bf16 into each other. Other
- * formats are refused.
+ * the present formats of this cache: f32, f16 and bf16 are converted into each
+ * other. Other conversions are refused.
  *
  * @param sequence     from 0 to 255. It holds nothing.
  * @param path         the file.
- * @param fingerprint  that of the file. NULL is the same as "".
+ * @param fingerprint the fingerprint in the file. NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
  *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.

@@ -133,8 +133,8 @@ ETKV_API etkv_status etkv_seq_cache_len(
     etkv_error** error);
 
 /**
- * Stores the position of a sequence's next token: one past its last. After a
- * removal at the front it is more than the number of positions.
+ * Stores the position of a sequence's next token: one past its last. If
+ * positions at the front were removed, it is more than the number of positions.
  */
 ETKV_API etkv_status etkv_seq_cache_next(
     const etkv_seq_cache* cache,

@@ -39,8 +39,8 @@ static void errors(void) {
   etkv_error_free(second);
 
   /*
-   * The delegate has reported nothing. Errors of other calls are not its
-   * errors.
+   * The delegate has reported nothing. Errors of other calls do not count as
+   * errors of the delegate.
    */
   CHECK(etkv_delegate_take_error() == NULL);
   etkv_delegate_abort_forward();

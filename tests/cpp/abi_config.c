@@ -81,7 +81,7 @@ static void fields(void) {
 }
 
 /*
- * Structs of a later header are longer. Those of an earlier header have no
+ * Structs of a later header are longer. Structs of an earlier header have no
  * `shared` and no recurrent layers.
  */
 static void other_versions(void) {
@@ -143,7 +143,7 @@ static void other_versions(void) {
   etkv_session_free(session);
 }
 
-/* A layer with chunks keeps few positions more than one chunk. */
+/* A layer with chunks keeps only a few positions more than one chunk. */
 static void chunks(void) {
   setup s;
   set_up(&s);

@@ -1,6 +1,6 @@
 /*
  * Calls every function of the C interface with invalid arguments, and checks
- * the layout of every struct, with the tables that abi_table.py writes.
+ * the layout of every struct. abi_table.py writes the tables of both.
  */
 #include <signal.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
   int function;
   int at;
-  /* The index of an argument that is NULL too, or -1. */
+  /* The index of a second argument that is NULL, or -1. */
   int pair;
   enum { NOTHING, FREED, FOREIGN, OTHER, SIZE } is;
   size_t value;
@@ -188,7 +188,7 @@ static void check_accepted_call(const function* f, const wrong* w) {
       FREE[p->handle](&made, NULL);
     }
     /*
-     * The fields that a newer version of the struct adds must not be written.
+     * Fields that only a newer version of the struct has must not be written.
      */
     if (p->size > 0) {
       check_int(f->name, p->at, "the tail", place[p->size], UNWRITTEN);

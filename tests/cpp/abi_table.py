@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pycparser import c_ast, c_parser
 
-# The system's types in the headers.
+# The types of C's standard headers that etkv's headers use.
 SYSTEM = {
     "stdbool.h": "typedef _Bool bool;",
     "stddef.h": "typedef unsigned long size_t;",
@@ -94,14 +94,14 @@ class Function:
         self.comment = " ".join(" ".join(line.strip(" /*") for line in lines[start:]).split())
 
     def said_of(self, parameter: str) -> str:
-        """The comment's text about a parameter; for `as for f()`, the text in the comment of f."""
+        """Return the comment's text about a parameter; for `as for f()`, the text in the comment of f."""
         parts = re.split(r"@param (\w+) ", self.comment)
         said = dict(zip(parts[1::2], parts[2::2], strict=True)).get(parameter, "")
         other = re.match(r"as for (\w+)\(\)", said)
         return self.headers.functions[other[1]].said_of(parameter) if other else said
 
     def call(self) -> str:
-        """A C function that makes the call with the pointers of `a`."""
+        """Return a C function that calls this function with the pointers of `a`."""
         arguments = [each.argument for each in self.parameters] + ["error"] * self.has_status
         made = f"{self.name}({', '.join(arguments)})"
         value = made if self.has_status else f"({made}, 0)" if self.returns == "void" else f"{self.documented(made)}"
@@ -109,7 +109,7 @@ class Function:
         return f"{head} {{ (void)a; (void)error; return {value}; }}"
 
     def documented(self, made: str) -> str:
-        """C code that checks the documented value for NULL and for a pointer that is no live handle."""
+        """Return C code that checks the documented value for NULL and for a pointer that is no live handle."""
         if not any(each.is_handle for each in self.parameters):
             return f"((void){made}, 0)"
         dead = re.search(r"(\S+) (?:if|where) (?:`\w+`|it) is no live handle", self.comment)
@@ -153,7 +153,7 @@ class Parameter:
 
     @property
     def passed_on(self) -> bool:
-        """Whether NULL is valid: for callbacks and their context. The comment of a callback must say so."""
+        """Whether NULL is valid: it is for callbacks and their context. The comment of a callback must say so."""
         if self.is_callback and not re.search(
             rf"`{self.name}` is NULL|@param {self.name} .*?NULL", self.function.comment
         ):
@@ -192,7 +192,7 @@ class Parameter:
             for number in ("0", f"{size} - 1", f"{size} + 1", "(size_t)1 << 40"):
                 yield f'-1, SIZE, {number}, true, "{name}.struct_size is"'
             yield f'-1, SIZE, {size} + 16, false, "struct_size"'
-        # A parameter that is NULL where another is must be NULL together with it.
+        # Some parameters may be NULL only if another one is NULL too.
         pair = re.search(r"NULL where `(\w+)` is\.", said)
         follower = next((p for p in self.function.parameters if f"`{name}` is." in self.function.said_of(p.name)), None)
         # The word NULL also occurs for arrays of 0 elements, and for a stored value: "NULL where there is none".

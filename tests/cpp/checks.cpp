@@ -47,7 +47,8 @@ void right_and_wrong() {
   auto model = open("llama-f32");
   model.end_with({});
   const Decoding first = answer(text(7), 12);
-  // The beginning that it shares with the previous prompt is not read again.
+  // The beginning that this prompt shares with the previous one is not read
+  // again.
   Ids longer = text(7);
   longer.push_back(3);
   const Decoding second = answer(longer, 12);
@@ -99,8 +100,8 @@ void ends() {
       "continues after its eos token id, number 12 of 13");
 }
 
-/// An answer that ended at a full cache must have filled the cache, unless
-/// other sequences share it.
+/// An answer that ended at a full cache must have filled it, unless other
+/// sequences share the cache.
 void full_caches() {
   Decoding one = answer(text(7), 12);
   one.max_tokens = 100;
@@ -246,7 +247,7 @@ void short_floats() {
           model, {worst(text(7), 40, [](double best) { return best / 8.0; })}),
       ETKV_ERROR_INTERNAL,
       "differs from reference decoding at token");
-  // Each id is close, but there are too many.
+  // Each id is close to the best, but too many ids differ from it.
   CHECK_REFUSED(
       check_answers(
           model,

@@ -159,7 +159,7 @@ void untold_context(const std::string& path) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-/// A draft without a context length gets that of its target.
+/// A draft without a context length gets the context length of its target.
 void without_context() {
   const auto path = std::filesystem::temp_directory_path() /
                     ("etkv-untold-" + std::to_string(std::rand()) + ".pte");

@@ -50,7 +50,7 @@ int main() {
       "cudaStreamSynchronize(stream_) failed: driver shutting down";
   const int quiet = end_with(gone, true);
   CHECK(WIFEXITED(quiet) && WEXITSTATUS(quiet) == 7);
-  // Without the preparation the process aborts. So it does for other messages.
+  // The process aborts without the preparation, and for other messages.
   const int alone = end_with(gone, false);
   CHECK(WIFSIGNALED(alone) && WTERMSIG(alone) == SIGABRT);
   const int other = end_with("out of memory", true);

@@ -78,7 +78,7 @@ inline Ids text(int64_t n, uint32_t seed = 1) {
   return ids;
 }
 
-/// Returns `n` positions from `start` on.
+/// Returns `n` consecutive positions; the first is `start`.
 inline Ids run(int64_t start, int64_t n) {
   Ids positions(static_cast<size_t>(n));
   std::iota(positions.begin(), positions.end(), start);
@@ -130,7 +130,7 @@ inline double distance(const Rows& a, const Rows& b) {
   double most = 0.0;
   for (size_t i = 0; i < a.values.size(); ++i) {
     const double apart = std::abs(double{a.values[i]} - double{b.values[i]});
-    // NaN counts as infinitely far from everything.
+    // The difference from NaN counts as infinite.
     most = apart <= most ? most : (apart == apart ? apart : HUGE_VAL);
   }
   return most;
@@ -182,7 +182,7 @@ class Model {
     return rows_of(*outputs);
   }
 
-  /// Runs the ids from `position` on, in steps that must succeed.
+  /// Runs the ids, the first at `position`, in steps that must succeed.
   Rows at(int64_t position, const Ids& ids) {
     return must(step(ids, run(position, static_cast<int64_t>(ids.size()))));
   }

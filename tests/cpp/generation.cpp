@@ -142,8 +142,8 @@ void ends() {
   CHECK_INT(*nothing->length(), 20);
 }
 
-/// Answers in several sequences end at different times. Each is the same as
-/// alone.
+/// Answers in several sequences end at different times. Each equals the answer
+/// of a sequence that runs alone.
 void batches() {
   const std::vector<Ids> prompts = {text(9, 3), text(17, 4), text(1, 5)};
   Sampling sampling;

@@ -1,4 +1,5 @@
-"""Each public header compiles alone, included twice, and in two files of one library, with warnings as errors.
+"""With warnings as errors, each public header compiles alone, if it is included twice, and in two files of one
+library.
 
 ``headers.py INCLUDE CC CXX FLAG...``: with the FLAGs the headers find ExecuTorch and MLX.
 """

@@ -232,8 +232,8 @@ void missing_hidden_states() {
   refused(19);
 }
 
-/// Rows have the states of several layers. The draft uses those of its input
-/// layer.
+/// Rows have the states of several layers. The draft uses the states of its
+/// input layer.
 void one_of_several_taps() {
   const TreeShape shape = {3, 2, 32};
   Target two("llama-taps");

@@ -134,7 +134,8 @@ void values_in_keys() {
 
 void of_another_version() {
   for (const int64_t version : {0, 4, 1000}) {
-    // Refused even if there are also the exporter's methods.
+    // The version is refused even if the program also has the methods of
+    // ExecuTorch's exporter.
     auto facts = exporters();
     facts.set("kv_cache.schema_version", version);
     CHECK_REFUSED(
@@ -387,8 +388,8 @@ void default_formats() {
     session = must(make_decode_session(params.backend_id, config));
     CHECK(session.cache().formats()->k == "f16");
   }
-  // ExecuTorch's exporter does not report the dtype, so it is that of the
-  // logits.
+  // ExecuTorch's exporter does not report the dtype, so the dtype of the logits
+  // is used.
   Model model("llama-bf16");
   const auto meta = model.module().method_meta("forward");
   REQUIRE(meta.ok());

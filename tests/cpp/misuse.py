@@ -1,4 +1,4 @@
-"""Misuses of the C++ interface do not compile. The correct use next to each misuse compiles.
+"""Misuses of the C++ interface do not compile, and the correct use in place of each misuse does.
 
 ``misuse.py INCLUDE CXX``
 """

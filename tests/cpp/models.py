@@ -26,7 +26,7 @@ PROGRAMS = {
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
     "mistral-window": ("tiny-mistral-window", {}),
-    # Drafts of the last layer, and targets that return the hidden states for them.
+    # Drafts that consist of the last layer, and targets that return the hidden states for these drafts.
     "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
     "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
     "llama-draft": ("tiny-llama", {"draft": 1}),
@@ -42,13 +42,13 @@ RECURRENT = ("qwen3.5",)
 """The models of ``recurrent_models.py``, in the folder of ``TINY_MODELS.py``."""
 
 PROMPT, ANSWER = 150, 80
-"""The numbers of ids in ``greedy.txt``. Anchors lie at multiples of 64."""
+"""The numbers of ids in ``greedy.txt``: of the prompt, and after it. Anchors lie at multiples of 64."""
 
 DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
 
 def _module(path: Path):
-    # The module imports others of its folder.
+    # The module imports other modules of its folder.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)

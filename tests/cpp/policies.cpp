@@ -76,8 +76,8 @@ struct Simulation {
     active.insert(active.end(), events.admitted.begin(), events.admitted.end());
     n_evicted += events.evicted.size();
 
-    // Answers come first, with one token each. All of them are in the step,
-    // unless it is full.
+    // Answers come first, with one token each. All answers are in the step,
+    // unless the step is full.
     size_t total = 0;
     std::set<size_t> answering;
     for (const size_t number : active) {
@@ -185,7 +185,7 @@ void a_cache_that_fails() {
   CHECK_INT(scheduler.request(0).held, 4);
 }
 
-/// Random requests in random caches are all answered in full.
+/// All random requests in random caches are answered in full.
 void all_are_answered() {
   size_t preempted = 0;
   size_t evicted = 0;

@@ -75,8 +75,8 @@ struct Program : On<Face> {
     return rows;
   }
 
-  /// Runs the text from `begin` on, and checks that the answer is that of
-  /// transformers.
+  /// Runs the text from position `begin`, and checks that the answer equals
+  /// that of transformers.
   void follow(int64_t begin, int32_t sequence = 0) {
     const Text& text = Text::get();
     if (begin < text.prompt) {

@@ -109,8 +109,8 @@ grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   return tree;
 }
 
-/// Returns the deviation of the first two ids after a root from the target's
-/// distribution, if trees of another language are verified by `judge`.
+/// Verifies trees of another language with `judge`. Returns the deviation of
+/// the first two ids after a root from the target's distribution.
 using Judge = std::function<
     VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
 double deviations(
@@ -235,14 +235,14 @@ void drawing() {
   }
 }
 
-/// Every caller refuses logits that have no softmax, and draws nothing.
+/// Every caller refuses logits without a softmax, and draws nothing.
 void no_numbers() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const auto refused = [](const std::vector<float>& row, const char* words) {
     Sampler sampler(1.0, 7);
     CHECK_REFUSED(sampler.choose(view(row), 0), ETKV_ERROR_PROGRAM, words);
-    // The row is the second of a tree, whose node is always reached.
+    // The row is the second one of a tree. Its node is always reached.
     TokenTree tree(0);
     tree.add(1, 0);
     tree.add(2, 1);
@@ -322,8 +322,8 @@ void same_distribution() {
   const Ids before = prompt();
   const Pairs p = probabilities_after(before, temperature);
 
-  // The number of samples is large enough to detect a temperature that is a
-  // fifth too high: the mean deviation exceeds the limit, and noise adds to it.
+  // There are enough samples to detect a temperature that is a fifth too high:
+  // its mean deviation exceeds the limit, and noise only adds to the deviation.
   Pairs other = probabilities_after(before, 1.2 * temperature);
   for (size_t a = 0; a < other.first.size(); ++a) {
     other.first[a] *= kSamples;

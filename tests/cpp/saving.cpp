@@ -71,8 +71,8 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
 }
 
-/// Saves one of two sequences. Its next tokens give the same logits there and
-/// in a cache with another sequence that loads the file.
+/// Saves one of two sequences. Its next tokens give the same logits in its
+/// cache and in a cache that holds another sequence and loads the file.
 template <typename Face>
 void a_sequence_goes_on() {
   const TemporaryFile temporary;
@@ -172,7 +172,7 @@ void a_stored_text() {
   CHECK(!must(store.save(saved.session.cache(), whole)));
   CHECK_INT(must(store.usage()).files, 1);
 
-  // The same up to 36, then different.
+  // The first 36 tokens are the same, later ones differ.
   Ids other = slice(ids, 0, 36);
   const Ids rest = text(6, 7);
   other.insert(other.end(), rest.begin(), rest.end());

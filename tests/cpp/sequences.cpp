@@ -1,5 +1,5 @@
-// Many sequences in the steps of one program. Each has the same results as
-// alone on a contiguous cache.
+// Many sequences in the steps of one program. Each sequence has the same
+// results as alone on a contiguous cache.
 
 #include "tap.hpp"
 
@@ -82,7 +82,7 @@ void batches(const Change& change) {
       }
     }
   }
-  // A step has at most 8 tokens of a sequence, and more in total.
+  // A step has at most 8 tokens of each sequence, and more than 8 in total.
   check(prompt, step(on, prompt));
   CHECK_INT(*on->length(), 9);
   for (int32_t s = 0; s < kSequences; ++s) {
@@ -276,7 +276,7 @@ void shared_tokens() {
   four.push_back(12);
   CHECK(close(two.row(0), alone(nine).row(6)));
   CHECK(close(two.row(1), alone(four).row(6)));
-  // After their removal from one sequence, tokens stay in the other.
+  // Tokens that are removed from one sequence stay in the other.
   must(on->seq_rm(9));
   CHECK_INT(*on->length(), 7);
   CHECK_INT(must(on->seq_len(4)), 7);

@@ -304,7 +304,8 @@ void other_sizes() {
       CHECK_INT(session->memory()->used, 0);
       CHECK(*session->can_extend(16));
     }
-    // Layers before the one that refuses may keep new slots until a clear.
+    // Layers before the one that refuses may keep new slots until the cache is
+    // cleared.
     must(session->clear(/*release=*/true));
     CHECK(CacheState(session.cache()) == before);
   }

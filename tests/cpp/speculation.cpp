@@ -108,7 +108,7 @@ void same_ids() {
     const auto proposer = draft(name, target);
     for (int64_t depth = 0; depth <= 6; ++depth) {
       for (int64_t width = 1; width <= (depth == 0 ? 1 : 8); ++width) {
-        // Wide trees cost the most, so run fewer steps of them.
+        // Wide trees cost the most, so fewer steps run with them.
         const size_t n = width <= 2 ? most : 10;
         const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());

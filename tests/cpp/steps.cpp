@@ -141,8 +141,8 @@ void inputs_that_executorch_refuses() {
       {EValue(*id), EValue(9.0)},
   };
   for (const auto& input : inputs) {
-    // If inputs are missing, Module uses those of an earlier run. So a step may
-    // run here, and is rolled back.
+    // If inputs are missing, Module uses the inputs of an earlier run. So a
+    // step may run here. It is rolled back.
     const auto ran = execute(bound.model.module(), "forward", input);
     if (ran.ok()) {
       CHECK(input.size() < 2);
@@ -397,8 +397,8 @@ void formats() {
     const double bf16 = distance(answer("bf16"), exact);
     std::printf(
         "%s: distance of f32 %g, f16 %g, bf16 %g\n", name, f32, f16, bf16);
-    // Storage in the program's dtype loses nothing. With wider storage,
-    // products are computed in the wider dtype.
+    // Storage in the program's dtype loses nothing. If the storage is wider,
+    // products are computed in its dtype.
     CHECK(half ? f32 < 0.3 : f32 == 0.0);
     CHECK(f16 < (half ? 0.3 : 0.05));
     CHECK(bf16 < 0.3);

@@ -1,4 +1,4 @@
-"""A shared library exports only its interface, and no symbols of Rust's standard library or cxx's runtime.
+"""A shared library exports only its interface. It exports no symbols of Rust's standard library or of cxx's runtime.
 
 ``symbols.py NM LIBRARY PREFIX...``: each exported symbol begins with one of the prefixes, and each prefix occurs.
 """

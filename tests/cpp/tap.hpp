@@ -1,5 +1,5 @@
-// A backend between ExecuTorch and MLXBackend, with which a test passes
-// arguments to the delegate that ExecuTorch would refuse.
+// A backend between ExecuTorch and MLXBackend. With it a test passes arguments
+// to the delegate that ExecuTorch would refuse.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ using Tamper = std::function<void(std::vector<EValue*>&)>;
 
 class Tap final : public ::executorch::runtime::BackendInterface {
  public:
-  /// As long as kMLXBackend, which it replaces in a program.
+  /// This id replaces kMLXBackend in a program, and has the same length.
   static constexpr char kName[] = "TapBackend";
 
   static Tap& get() {

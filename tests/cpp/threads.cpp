@@ -135,7 +135,8 @@ void one_cache() {
       const int32_t length = *first.cache().length();
       CHECK(length >= 0 && length <= kCapacity);
       if (length > kCapacity - 6) {
-        // This is refused if the other thread has already cleared the cache.
+        // The step is refused if the other thread has already cleared the
+        // cache.
         (void)first.cache().rewind(3).ok();
       }
     }
@@ -232,8 +233,8 @@ void sequences_of_two_threads() {
   CHECK_INT(*on->length(), 0);
 }
 
-/// Makes a call that needs the end of another thread's step. On MLX the call
-/// waits; on the CPU it is refused, and repeated.
+/// Makes a call that must wait for another thread's step. On MLX the call waits
+/// itself; on the CPU it is refused, and repeated.
 template <typename Call>
 void between_steps(Call call) {
   auto result = call();
@@ -415,7 +416,7 @@ void errors_of_a_thread() {
     // The last error.
     CHECK_HAS(taken().c_str(), "position 13");
     CHECK(taken().empty());
-    // An error that is not taken is freed with its thread.
+    // An error that nothing takes is freed when its thread ends.
     fail(14);
   });
   CHECK_HAS(taken().c_str(), "position 11");

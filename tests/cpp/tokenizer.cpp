@@ -1,4 +1,4 @@
-// The C++ interface of the tokenizer: text to ids and back, and errors as
+// Tests the C++ interface of the tokenizer: text to ids and back, and errors as
 // results. libetkv, another Rust library with cxx, is in the same process.
 
 #include <filesystem>

@@ -50,8 +50,8 @@ int64_t integers[64];
 int32_t narrow_integers[64];
 float reals[64 * kVocabulary];
 
-/// Faults that are detected after the step's rows are written: the logits
-/// cannot be stored.
+/// Faults that are detected only after the step has written its rows: the
+/// logits cannot be stored.
 std::vector<Fault> output_faults() {
   const auto shape = ETKV_ERROR_SHAPE;
   return {
@@ -174,8 +174,8 @@ std::vector<Fault> argument_faults() {
   };
 }
 
-/// A step that fails: after steps of `rows` rows, at `position`, with `n`
-/// tokens.
+/// A step that fails. It runs after steps of `rows` rows, at `position`, with
+/// `n` tokens.
 struct FailingStep {
   const char* what;
   std::vector<int64_t> rows;

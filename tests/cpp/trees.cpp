@@ -1,5 +1,6 @@
-// Trees of candidates in a program's steps. A node has the same results as its
-// chain alone, and accepted tokens the same results as decoding them.
+// Trees of candidates in a program's steps. A node's results equal those of its
+// chain run alone. Accepted tokens give the same results as tokens decoded one
+// after the other.
 
 #include "tap.hpp"
 

@@ -61,8 +61,9 @@ void any_measurements() {
   }
 }
 
-/// If times are on a line, the model returns that line, between and after the
-/// measured numbers, however long the first forward of each number takes.
+/// If times are on a line, the model returns that line between and after the
+/// measured numbers of tokens. It does not matter how long the first forward of
+/// each number takes.
 void a_line() {
   for (const double once : {0.0, 7.0}) {
     for (const double each : {0.0, 0.001, 2.0}) {
@@ -72,7 +73,7 @@ void a_line() {
         latency.add(n, line(static_cast<double>(n)) + once);
         latency.add(n, line(static_cast<double>(n)));
       }
-      // A single measurement does not count next to repeated ones.
+      // A single measurement does not count if others are repeated.
       latency.add(7, 100.0);
       for (double n = 1.0; n < kMaxLength; n += 0.5) {
         CHECK(near(latency.at(n), line(n)));
@@ -167,7 +168,7 @@ TreeShape settle(
   bool had_tree = false;
   for (int step = 0; step < 600; ++step) {
     const auto shape = tuner.next(seconds);
-    // A trial follows steps without a tree, as does the first tree.
+    // A trial follows steps without a tree. So does the first tree.
     if (trees >= 2 && had_tree && shape.depth > 0 && !depth && !width) {
       const double best = best_promise(tuner, latency, seconds);
       const double draft_seconds = seconds(shape.depth, shape.width);
@@ -297,7 +298,8 @@ void first_patience() {
 }
 
 /// Returns how many trees a tuner requests in 50 steps in which no draft token
-/// is right, after 50 steps in which all were. A draft takes no time.
+/// is right. Before these, all draft tokens of 50 steps are right. A draft
+/// takes no time.
 int trees_until_noticed() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int asked = 0;
@@ -377,7 +379,7 @@ void tuning() {
   // A fixed depth stays.
   shape = settle(0.0, 1.0, {0.6}, 0.0, /*depth=*/4);
   CHECK_INT(shape.depth, 4);
-  // So does a value outside the tuner's range.
+  // A fixed value outside the tuner's range stays too.
   shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, std::nullopt, /*width=*/9);
   CHECK(shape.depth >= 3 && shape.width == 9);
   shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/7);

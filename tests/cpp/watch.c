@@ -29,7 +29,7 @@ static void hear(
   }
 }
 
-/* A call that fails, which is logged at `debug`. */
+/* Makes a call that fails. The failure is logged at `debug`. */
 static void fail(etkv_cache* cache) {
   CHECK_INT(etkv_cache_rewind(cache, -3, NULL), ETKV_ERROR_POSITION);
 }
@@ -89,8 +89,8 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(second.calls, 3);
 
   /*
-   * Setting a callback inside the callback is refused. The error is not logged,
-   * because that would never end.
+   * Setting a callback inside the callback is refused. The error is not logged:
+   * its message would call the callback again, without end.
    */
   second.sets_itself = true;
   CHECK_INT(etkv_set_log_callback("debug", hear, &second, NULL), ETKV_OK);
@@ -121,7 +121,7 @@ static void test_kept_log(etkv_cache* cache) {
       etkv_log_keep("etkv=loud", 2, error),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the syntax of RUST_LOG");
-  /* After refused calls, no messages are kept. */
+  /* A refused call keeps no messages. */
   CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
   CHECK(json == NULL);
 

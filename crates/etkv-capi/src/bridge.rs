@@ -73,7 +73,7 @@ mod ffi {
         unsafe fn find(self: Pin<&mut Constants>, name: *const c_char, size: usize) -> bool;
         /// Returns the address of the constant that was found last.
         fn data(self: &Constants) -> *const u8;
-        /// Returns its number of bytes.
+        /// Returns the number of bytes of that constant.
         fn size(self: &Constants) -> usize;
 
         /// An argument of the program: a tensor, or an integer.
@@ -126,7 +126,7 @@ unsafe impl ExternType for Argument<'_> {
 pub struct Delegate {
     on_cpu: bool,
     program: Option<Program>,
-    /// Set after a panic: the state is then unknown.
+    /// Whether a call panicked: the state is then unknown.
     poisoned: bool,
 }
 

@@ -188,7 +188,7 @@ pub unsafe extern "C" fn etkv_cache_clear(
     unsafe { change(cache, error, |cache| cache.clear(release)) }
 }
 
-/// Removes the positions from `length` on.
+/// Removes the positions at or after `length`.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -202,7 +202,7 @@ pub unsafe extern "C" fn etkv_cache_rewind(
     unsafe { change(cache, error, |cache| cache.rewind(length)) }
 }
 
-/// Stores the smallest length from which on the cache can be rewound to every length.
+/// Stores the smallest length such that the cache can be rewound to it and to every greater length.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -216,7 +216,7 @@ pub unsafe extern "C" fn etkv_cache_rewindable_to(
     unsafe { read(cache, length, "length", error, |cache| cache.rewindable_to()) }
 }
 
-/// Stores the greatest length, at most `position`, that the cache can be rewound to.
+/// Stores the greatest length, at most `position`, to which the cache can be rewound.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -167,7 +167,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
         if config.quantized_kv_start < 0 {
             fail!(
                 InvalidArgument,
-                "quantized_kv_start is {}, the minimum is 0, for never",
+                "quantized_kv_start is {}, the minimum is 0, for no quantization",
                 config.quantized_kv_start
             );
         }
@@ -213,7 +213,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
             quantized_kv_start: (config.quantized_kv_start > 0)
                 .then_some(config.quantized_kv_start),
             float_format: match format(config.float_format, "float_format") {
-                // Nothing is stored in that dtype.
+                // Without `quantized_kv_start` no row is stored in this format, so any format will do.
                 Err(_) if config.float_format.is_null() && config.quantized_kv_start == 0 => {
                     KvFormat::default()
                 }
@@ -223,8 +223,8 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
     }
 }
 
-/// Copies `n` structs of the caller. Those of older callers have at least `least` bytes; missing fields become zero.
-/// `names` are the names of the list and of one element, for messages.
+/// Copies `n` structs of the caller. The structs of older callers have at least `least` bytes; missing fields become
+/// zero. `names` are the names of the list and of one element, for messages.
 ///
 /// # Safety
 /// `first` points to `n` structs that begin with their size, which is the distance between them.
@@ -329,10 +329,12 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
         (0, 0) => LayerPolicy::Chunk { chunk: layer.chunk },
         (window, sinks) if layer.chunk != 0 => fail!(
             InvalidArgument,
-            "chunk is {}, for a layer with a window of {window} and {sinks} sinks; it has chunks or a window",
+            "chunk is {}, expected 0 for a layer with a window of {window} and {sinks} sinks",
             layer.chunk
         ),
-        (0, sinks) => fail!(InvalidArgument, "sinks is {sinks}, for a layer without a window"),
+        (0, sinks) => {
+            fail!(InvalidArgument, "sinks is {sinks}, expected 0 for a layer without a window")
+        }
         (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the minimum is 0"),
         (window, sinks) => LayerPolicy::Window { window, sinks },
     };

@@ -31,7 +31,7 @@ thread_local! {
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn report(status: i32, message: &str) {
     let status = if status == 0 { Status::Internal as i32 } else { status };
-    // Fails if the thread is ending and its storage is gone; the error is then dropped.
+    // If the thread is ending and its storage is gone, the error is dropped.
     let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
 }
 
@@ -62,7 +62,7 @@ pub extern "C" fn etkv_delegate_abort_forward() {
     etkv_cpu::program::abort_forward();
 }
 
-/// Sets the options with which the calling thread loads programs from now on.
+/// Sets the options with which the calling thread loads later programs.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -29,18 +29,18 @@ impl etkv_error {
         handle::give(Self::new(error.status() as i32, error.message()))
     }
 
-    /// Makes an error from a status and a message.
+    /// Creates an error from a status and a message.
     pub(crate) fn new(status: i32, message: &str) -> Self {
         let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
         Self { status, message }
     }
 
-    /// Returns the number of its status.
+    /// Returns the number of the error's status.
     pub(crate) fn status(&self) -> i32 {
         self.status
     }
 
-    /// Returns its message.
+    /// Returns the error's message.
     pub(crate) fn message(&self) -> &CStr {
         &self.message
     }

@@ -1,5 +1,5 @@
-//! Refuses calls in a process that was forked from one with live handles: the new process has one thread
-//! only, and locks that another thread held stay locked.
+//! Refuses calls in a process that was forked from a process with live handles. The new process has one thread only,
+//! and locks that another thread held stay locked.
 
 use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,14 +12,14 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// The status of calls after a fork.
 pub(crate) const STATUS: Status = Status::Step;
 
-/// The message of their error.
+/// The message of the error of calls after a fork.
 pub(crate) const MESSAGE: &std::ffi::CStr =
-    c"this process was forked from one that used etkv, and lacks its threads: call exec after fork, or use etkv in the new process alone";
+    c"cannot use etkv in a process that was forked from a process that used it: call exec after fork, or use etkv in the new process alone";
 
 /// The number of live handles.
 pub(crate) static HANDLES: AtomicUsize = AtomicUsize::new(0);
 
-/// Records forks from now on.
+/// Records later forks.
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();
     extern "C" fn note() {

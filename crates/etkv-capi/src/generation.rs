@@ -168,8 +168,7 @@ pub unsafe extern "C" fn etkv_generation_pause(
     unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
 }
 
-/// Runs one step of the program that was last loaded with a cache, and chooses a token for each of its
-/// tokens.
+/// Runs one step of the program that was last loaded with a cache, and chooses an id for each token of the step.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -15,7 +15,7 @@ use super::fork;
 
 /// A type of objects that have handles. The C type has the same name as the Rust type.
 pub(crate) trait Object: Any + Send + Sync {
-    /// Its name in the header.
+    /// The name of the type in the header.
     const NAME: &'static str;
 
     /// Whether etkv counts as in use once there is such an object.

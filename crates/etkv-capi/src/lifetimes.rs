@@ -39,7 +39,7 @@ pub(crate) fn free<T: Object>(handle: *mut T) {
     }
 }
 
-/// Returns a string that lives as long as the process. Use it for names, of which there are few.
+/// Returns a string that lives as long as the process. Use it only for names: there are few.
 pub(crate) fn lasting(name: &str) -> *const c_char {
     static KEPT: LazyLock<Mutex<HashSet<&'static CStr>>> = LazyLock::new(Mutex::default);
     let name = CString::new(name.replace('\0', " ")).unwrap_or_default();

@@ -29,7 +29,7 @@ pub type etkv_log_callback = unsafe extern "C" fn(i32, *const c_char, *const c_c
 enum Listener {
     /// The host's callback, and the pointer that it receives.
     Callback(etkv_log_callback, *mut c_void),
-    /// Keeps this many messages for the host to take.
+    /// Keeps at most this many messages for the host to take.
     Keep(usize),
 }
 

@@ -55,7 +55,7 @@ pub struct etkv_memory {
 /// The size of the struct before it had `shared`.
 const WITHOUT_SHARED: usize = std::mem::offset_of!(etkv_memory, shared);
 
-/// Fills `memory`, and its layers if the caller has room for them.
+/// Fills `memory`, and the structs of its layers if the caller has room for them.
 ///
 /// # Safety
 /// `memory` points to a struct as the header says.
@@ -134,7 +134,7 @@ unsafe fn room<T: Copy>(
     }
 }
 
-/// Fills the caller's structs, `size` bytes apart, if there are any.
+/// Fills the caller's structs, `size` bytes apart, if the caller passed any.
 ///
 /// # Safety
 /// `layers` points to a struct for each of `found`, if there is a size.
@@ -200,8 +200,8 @@ pub unsafe extern "C" fn etkv_memory_budget_read(
     }
 }
 
-/// Frees memory that the host chooses: receives the number of missing bytes and the host's pointer, and returns the
-/// number of freed bytes.
+/// Frees memory that the host chooses. It receives the number of missing bytes and the host's pointer, and returns
+/// the number of freed bytes.
 #[allow(non_camel_case_types)]
 pub type etkv_memory_callback = unsafe extern "C" fn(u64, *mut c_void) -> u64;
 

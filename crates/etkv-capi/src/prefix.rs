@@ -1,4 +1,4 @@
-//! `etkv_prefix`: the frozen contents of a cache, from which other caches go on.
+//! `etkv_prefix`: the frozen contents of a cache. Other caches go on from them.
 
 use etkv_core::{fail, Cache, Prefix, Result, ShareCache};
 
@@ -87,6 +87,6 @@ fn face(cache: &mut dyn Cache) -> Result<&mut dyn ShareCache> {
     let kind = cache.kind().to_owned();
     match cache.sharing() {
         Some(face) => Ok(face),
-        None => fail!(Unsupported, "caches of kind `{kind}` share no memory"),
+        None => fail!(Unsupported, "caches of kind `{kind}` cannot share memory"),
     }
 }

@@ -47,7 +47,7 @@ fn with_sequences<T>(
         Some(sequences) => work(sequences),
         None => fail!(
             Kind,
-            "a cache of kind `{}` holds one sequence and has no others; kinds `seq` and `tree` do",
+            "a cache of kind `{}` holds one sequence only; use kind `seq` or `tree` for several",
             cache.kind()
         ),
     }
@@ -250,7 +250,7 @@ pub unsafe extern "C" fn etkv_seq_cache_next(
     unsafe { read(cache, position, "position", error, |cache| cache.seq_next(sequence)) }
 }
 
-/// Stores the smallest length from which on a sequence can be rewound to every length.
+/// Stores the smallest length such that a sequence can be rewound to it and to every greater length.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -265,7 +265,7 @@ pub unsafe extern "C" fn etkv_seq_cache_rewindable_to(
     unsafe { read(cache, length, "length", error, |cache| cache.seq_rewindable_to(sequence)) }
 }
 
-/// Stores the greatest length, at most `position`, that a sequence can be rewound to.
+/// Stores the greatest length, at most `position`, to which a sequence can be rewound.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

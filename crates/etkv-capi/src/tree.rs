@@ -34,7 +34,7 @@ fn with_trees<T>(
         Some(trees) => work(trees),
         None => fail!(
             Kind,
-            "a cache of kind `{}` carries no trees of candidates; kind `tree` does",
+            "a cache of kind `{}` carries no trees of candidates; use kind `tree`",
             cache.kind()
         ),
     }

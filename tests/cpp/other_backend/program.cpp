@@ -91,7 +91,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
   return check_report();
 }
 
-/// Only strings that equal the id, with its length, are renamed.
+/// Only strings that equal the id, and have its length, are renamed.
 void what_is_renamed() {
   const std::string counted("\x0a\0\0\0MLXBackend\0", 15);
   const std::string other("\x0b\0\0\0MLXBackend2\0", 16);
