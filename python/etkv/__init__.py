@@ -10,7 +10,7 @@
         for response in etkv.stream_generate(program, tokenizer, prompt):
             print(response.text, end="", flush=True)
 
-Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
+Importing this package does not import torch or ExecuTorch. The functions that need them import them.
 """
 
 from etkv._capi import set_log_level

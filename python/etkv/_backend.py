@@ -3,8 +3,8 @@
 The runners follow the same rules in ``examples/tokenizer/src/backend.rs``. A test compares the two.
 
 1. ``tokenizer.json`` determines the ids of a text. Its ``truncation`` and ``padding`` are ignored.
-2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (text that spells a special token is not
-   one) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
+2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (special tokens in a text are encoded as
+   plain text) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
 3. The tokenizer puts no BOS token before a text that begins with one.
 
 The exporter writes a ``tokenizer.json`` that gives the same ids as the model's own tokenizer in transformers.
@@ -62,7 +62,8 @@ class Backend:
         even_for_bpe = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         if hf.clean_up_tokenization_spaces and (not is_bpe or even_for_bpe):
-            # Without a decoder, tokens are joined with spaces. This decoder does the same: no token has its prefix.
+            # Without a decoder, tokens would be joined with spaces. This decoder joins them with spaces too: no token
+            # has its prefix.
             decoder = tokenizer.decoder or decoders.WordPiece(prefix="\uf8fe", cleanup=False)
             cleaning = [decoders.Replace(spaced, cleaned) for spaced, cleaned in _CLEAN_UP]
             tokenizer.decoder = decoders.Sequence([decoder, decoders.Fuse(), *cleaning])
@@ -81,7 +82,7 @@ class Backend:
             own = self._encode(text, False)
             if own[:1] == ids[:1] and ids[1 : 1 + len(own)] == own:
                 token = self._tokenizer.id_to_token(ids[0])
-                _log.info("the text begins with %s, which the tokenizer puts first: it gets no second one", token)
+                _log.info("the text already begins with %s, so the tokenizer does not add it again", token)
                 return ids[1:]
         return ids
 
@@ -109,7 +110,7 @@ class Backend:
         return self._tokenizer.id_to_token(token) is not None
 
     def is_special(self, token: int) -> bool:
-        """Return whether ``token`` is special: ``skip_special_tokens`` leaves it out."""
+        """Return whether ``token`` is special. ``skip_special_tokens`` leaves out special tokens."""
         return token in self._special
 
     def is_byte(self, token: int) -> bool:

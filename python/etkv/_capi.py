@@ -163,7 +163,9 @@ def encoded(value: str, name: str) -> bytes:
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise EtkvError(f"{name} is {value!r}, which is not UTF-8 from character {error.start} on") from error
+        raise EtkvError(
+            f"{name} is {value!r}, expected text; UTF-8 cannot encode its character {error.start}"
+        ) from error
 
 
 def encoded_path(path: str | os.PathLike[str], name: str = "path") -> bytes:
@@ -252,7 +254,9 @@ def _set_log_filter(new_filter: str) -> None:
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:
-    """Raise the delegate's last error on this thread, or ``otherwise()`` if there is none, from ``cause``."""
+    """Raise the delegate's last error on this thread, or ``otherwise()`` if there is none. ``cause`` becomes its
+    cause.
+    """
     error = lib().etkv_delegate_take_error()
     if error == ffi.NULL:
         raise otherwise() from cause

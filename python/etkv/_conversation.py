@@ -44,7 +44,8 @@ def _split(
 ) -> list[str | list[int]] | int | None:
     """Split ``text`` at the messages that are marked in ``marked``, the rendering with marks.
 
-    If the two renderings differ, return the index of the message next to the difference, or None without one.
+    If the two renderings differ, return the index of the last marked message before the difference, or None if there
+    is no such message.
     """
     # The pieces alternate: text, index of a message, text.
     before, *pieces = marked.split(_MARK)

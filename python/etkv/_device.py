@@ -1,4 +1,4 @@
-"""Answers for which the device chooses the tokens: ``etkv_generation`` of ``etkv.h``."""
+"""Answers whose tokens the device chooses: ``etkv_generation`` of ``etkv.h``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NAMES = ("etkv.core", "etkv.program", "etkv.file", "etkv.api")
 """Names of the loggers: the library's targets, with ``.`` for ``::``."""
 
 TRACE = 5
-"""The level of messages of each layer of a step. :mod:`logging` has no name for it."""
+"""The level of messages about single layers of a step. :mod:`logging` has no name for this level."""
 
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: TRACE}
 """The level in ``watch.h`` -> the level of :mod:`logging`."""
@@ -32,7 +32,7 @@ _FILTERS = (
     (logging.WARNING, "warn"),
     (logging.ERROR, "error"),
 )
-"""Levels of :mod:`logging` from the lowest, and the library's filters for loggers that accept them."""
+"""Each level of :mod:`logging`, from the lowest, and the library's filter for a logger that accepts the level."""
 
 KEPT = 10_000
 """Maximum number of messages that the library keeps. It drops older messages."""

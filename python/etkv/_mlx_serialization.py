@@ -1,4 +1,4 @@
-"""Supplies the serialization modules of ExecuTorch's MLX backend, extended by the nodes that etkv adds to programs.
+"""Supplies the serialization modules of ExecuTorch's MLX backend, with the nodes that etkv adds.
 
 ExecuTorch's build generates them from ``schema.fbs``: ``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer
 classes under ``_generated`` and ``_generated_inspector``. The Linux wheel ships the MLX ahead-of-time code without
@@ -36,7 +36,7 @@ _INSPECTOR = f"{_PACKAGE}._generated_inspector"
 _NODES = Path(__file__).with_name("mlx_nodes.fbs")
 _UNION = "union OpNode {"
 
-# Increase this when the contents of the cache folder change and its inputs do not.
+# Increase this number if a change alters the generated files without changing any input of the digest.
 _LAYOUT = "2"
 
 
@@ -256,7 +256,7 @@ def _load_generator(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise EtkvError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    # The dataclasses of the module look it up by name while its body runs.
+    # The module's dataclasses look up the module by name while its body runs.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CONTEXT = 64
-"""The number of last tokens of prompt and answer that the repetition penalty counts."""
+"""The repetition penalty counts this number of tokens at the end of prompt and answer."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _offset(table: Table, number: int) -> int:
 
 
 def _number(table: Table, number: int, flags: Any) -> Any:
-    """Return a number of a table; 0 if it is absent, because tables omit zeros."""
+    """Return the value of a table's numeric field, or 0 if the field is absent: tables omit zeros."""
     at = _offset(table, number)
     return table.Get(flags, table.Pos + at) if at else flags.py_type(0)
 

@@ -24,7 +24,7 @@ _MAX_NODES = 30_000
 """Maximum number of nodes in a template's syntax tree."""
 
 _MAX_NESTED = 40
-"""The deepest nesting of loops, macros and conditions."""
+"""Maximum nesting depth of loops, macros and conditions."""
 
 _MAX_NAME = 200
 """Maximum length of a name, in characters."""

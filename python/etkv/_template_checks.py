@@ -30,7 +30,7 @@ _MAX_STEPS = 20_000_000
 """Maximum number of a template's nodes that a rendering runs. Nodes within a loop count in each iteration."""
 
 _MAX_DEPTH = 100
-"""The deepest nesting of lists that are printed, compared or hashed."""
+"""Maximum nesting depth of lists that are printed, compared or hashed."""
 
 _MAX_BITS = 4096
 """Maximum size of a number, in bits."""
@@ -60,7 +60,7 @@ class _Budget:
     def step(self, parts: int = 1) -> None:
         self.steps -= parts
         if self.steps < 0:
-            raise EtkvError(f"it goes through more than {_MAX_STEPS} of its parts")
+            raise EtkvError(f"it runs more than {_MAX_STEPS} of its parts")
 
 
 _rendering = threading.local()
@@ -399,7 +399,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
 
 
 def called(environment: Environment) -> Callable[..., Any]:
-    """Return the environment's ``call``, which then charges the budget."""
+    """Return the environment's ``call``, extended by charges to the budget."""
     inner = environment.call  # type: ignore[attr-defined]
 
     from jinja2.runtime import Macro
@@ -412,7 +412,7 @@ def called(environment: Environment) -> Callable[..., Any]:
         # jinja2 wraps str.format in its own function.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")
-        # jinja2 also passes the variables of loops and blocks, which are no arguments of the template.
+        # jinja2 also passes the variables of loops and blocks, which are not arguments of the template.
         arguments = [*args, *(value for key, value in named.items() if key not in ("_loop_vars", "_block_vars"))]
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:

@@ -66,13 +66,13 @@ class Memory:
     allocated: int
     """Bytes of all buffers."""
     used: int
-    """Bytes of the buffers that positions use."""
+    """The part of these bytes that positions use."""
     at_capacity: int
     """Maximum bytes that the cache can hold."""
     layers: tuple[LayerMemory, ...]
     """The bytes of each attention layer."""
     shared: int = 0
-    """Bytes of the rows of an attached prefix, which other caches may share. No other field includes them."""
+    """Bytes of an attached prefix's rows. Other caches may share these rows. No other field includes these bytes."""
     recurrent_layers: tuple[RecurrentLayerMemory, ...] = ()
     """The bytes of each recurrent layer."""
 
@@ -88,14 +88,16 @@ class Cache:
         return self._cache
 
     def _fact(self, function: str) -> Any:
-        """Return a fact of the cache. The library returns 0 or NULL for a handle that was freed."""
+        """Return a property of the cache. The library returns 0 or NULL for a handle that was freed."""
         fact = getattr(lib(), function)(self._raw())
         if not fact:
             raise EtkvError("another thread closed the session during the call")
         return fact
 
     def _count(self, function: str) -> int:
-        """Return a fact that may be 0. If it is 0, check the capacity, which is 0 only for a handle that was freed."""
+        """Return a property that may be 0. If it is 0, check the capacity, which is 0 only for a handle that was
+        freed.
+        """
         count = int(getattr(lib(), function)(self._raw()))
         if count == 0:
             self._fact("etkv_cache_capacity")
@@ -149,7 +151,7 @@ class Cache:
         call("etkv_cache_clear", self._raw(), bool(release))
 
     def rewind(self, length: int) -> None:
-        """Remove the positions of the only sequence from ``length`` on.
+        """Remove the only sequence's positions at or after ``length``.
 
         Raises :class:`~etkv.PositionError` if ``length`` is greater than the next position, or if layers with windows
         have dropped rows that the next query would see.
@@ -163,7 +165,7 @@ class Cache:
     def reachable(self, position: int) -> int:
         """Return the greatest length, at most ``position``, that :meth:`rewind` accepts now.
 
-        :meth:`rewind` accepts every length from :meth:`rewindable_to` on, the checkpoints of :meth:`mark`, and 0.
+        :meth:`rewind` accepts 0, the checkpoints of :meth:`mark`, and every length at or above :meth:`rewindable_to`.
         Raises :class:`~etkv.PositionError` if ``position`` is negative, and :class:`~etkv.EtkvError` if the cache
         holds several sequences.
         """
@@ -173,8 +175,9 @@ class Cache:
         """Make a checkpoint of the only sequence at ``position``. Return its position, or 0 without a checkpoint.
 
         If the sequence can be rewound to ``position``, the checkpoint exists at once. Otherwise it is made when a step
-        reaches the position. In a cache with recurrent layers, its position is rounded down to a multiple of 64. If
-        there is no room, the least useful checkpoint is dropped. A checkpoint is also dropped with the text before it.
+        reaches the position. In a cache with recurrent layers, the checkpoint's position is rounded down to a
+        multiple of 64. If there is no room, the least useful checkpoint is dropped. Removing the text before a
+        checkpoint drops the checkpoint too.
 
         Raises :class:`~etkv.PositionError` if ``position`` is negative or can no longer be reached,
         :class:`~etkv.EtkvError` if the cache holds several sequences, and :class:`~etkv.UnsupportedError` for a
@@ -193,14 +196,14 @@ class Cache:
     def rewind_to_reachable(self, length: int) -> int:
         """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return that length.
 
-        For a text that shares its first ``length`` tokens with the cache. If the returned length is below ``length``,
-        run the tokens between again. ``length`` is marked, so the next text that differs from there on runs fewer
-        tokens.
+        Call it for a text that shares its first ``length`` tokens with the cache. If the returned length is below
+        ``length``, run the tokens between again. The method marks ``length``, so the next text that differs from the
+        cache at this position runs fewer tokens.
         """
         return ask("etkv_cache_rewind_to_reachable", "int32_t", self._raw(), int32(length, "length"))
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
-        """Convert stored and later rows to other formats. They apply until the cache is cleared."""
+        """Convert stored and later rows to other formats. The formats apply until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
         call("etkv_cache_convert", self._raw(), encoded(k_format, "k_format"), encoded(v_format, "v_format"))
 
@@ -219,7 +222,7 @@ class Cache:
         call("etkv_cache_save", self._raw(), encoded_path(path), options)
 
     def load(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
-        """Replace the contents by those of a file, and return the file's tokens.
+        """Replace the contents of the cache by a file's contents, and return the file's tokens.
 
         Raises :class:`~etkv.CacheFileError` for a file that cannot be read, is damaged, or is of another version, model
         or config. After an error the contents are unchanged.
@@ -229,17 +232,17 @@ class Cache:
     def freeze(self) -> Prefix:
         """Freeze the contents of the cache as a prefix, and attach this cache to it.
 
-        Other caches of the same layers and formats can :meth:`attach` to the prefix without a copy. Raises
-        :class:`~etkv.EtkvError` unless the cache holds only sequence 0, from position 0 on, without gaps and
-        candidates. Raises :class:`~etkv.UnsupportedError` for a backend that cannot share memory.
+        Other caches of the same layers and formats can :meth:`attach` to the prefix without a copy. The cache must
+        hold only sequence 0, which begins at position 0 and has no gaps or candidates. Otherwise raises
+        :class:`~etkv.EtkvError`. Raises :class:`~etkv.UnsupportedError` for a backend that cannot share memory.
         """
         return Prefix(ask("etkv_cache_freeze", "etkv_prefix*", self._raw()))
 
     def attach(self, prefix: Prefix, length: int | None = None) -> None:
         """Attach the empty cache to the first ``length`` positions of a prefix; None for all. No rows are copied.
 
-        Raises :class:`~etkv.EtkvError` if the cache is not empty, for a prefix that does not fit, and for a length
-        that is not from :attr:`Prefix.rewindable_to` to :attr:`Prefix.length`.
+        Raises :class:`~etkv.EtkvError` if the cache is not empty, if the prefix does not fit, or if ``length`` is
+        below :attr:`Prefix.rewindable_to` or above :attr:`Prefix.length`.
         """
         n = prefix.length if length is None else int32(length, "length")
         call("etkv_cache_attach", self._raw(), prefix._prefix, n)
@@ -357,7 +360,7 @@ class SeqCache(Cache):
     def seq_save(
         self, sequence: int, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = ""
     ) -> None:
-        """Write one sequence to a file. The file is that of a cache with only this sequence, as sequence 0.
+        """Write one sequence to a file. The file equals that of a cache that holds only this sequence, as sequence 0.
 
         Raises what :meth:`save` raises, and :class:`~etkv.EtkvError` for a sequence without positions or with
         candidates.
@@ -420,7 +423,7 @@ class MemoryBudget:
     """Present bytes of the buffers. While a step grows buffers or a conversion replaces them, old and new buffers
     count."""
     peak: int
-    """Highest bytes so far, including bytes that a step reserved and rolled back."""
+    """Maximum bytes so far, including bytes that a step reserved and rolled back."""
     n_caches: int
     """The number of caches, including empty ones."""
 
@@ -458,14 +461,14 @@ _logger = logging.getLogger("etkv.core")
 def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
     """Set the callback that frees memory before the memory budget refuses an allocation, or remove it (``None``).
 
-    A library call that needs memory calls it with the number of bytes that are missing, on any thread, and possibly on
-    several threads at once. The callback may close sessions, and clear other caches with ``release``. Its calls on a
-    cache in use do not wait: they raise :class:`EtkvError` with the status ``STEP``. The cache that needs memory is
-    always in use. The callback returns the bytes that it freed, or ``None``. The value is only logged. An exception is
-    logged too, and does not fail the library call.
+    A library call that needs memory calls the callback with the number of missing bytes. It may do so on any thread,
+    and on several threads at once. The callback may close sessions, and clear other caches with ``release``. Its
+    calls on a cache in use do not wait: they raise :class:`EtkvError` with the status ``STEP``. The cache that needs
+    memory is always in use. The callback returns the bytes that it freed, or ``None``. The value is only logged. An
+    exception is logged too, and does not fail the library call.
 
-    The callback needs Python's lock, which a thread holds while it runs in ExecuTorch's own runtime. So such a thread
-    must not run a program on a cache that another thread uses at that time.
+    The callback needs Python's lock. A thread that runs a program in ExecuTorch's own runtime holds this lock. So
+    this thread must not use a cache that another thread uses at the same time.
     """
     global _memory_callback
 

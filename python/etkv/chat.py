@@ -27,9 +27,9 @@ class Reuse:
     """The reuse of cached tokens in one turn. All fields count tokens."""
 
     matched: int
-    """The longest prefix of the text that was in the cache, in the prefix cache or in the store."""
+    """The length of the text's longest prefix that was in the cache, in the prefix cache or in the store."""
     restored: int
-    """The prefix from which the turn continued."""
+    """The length of the prefix from which the turn continued."""
     run: int
     """Tokens of the text that the turn ran, without the answer."""
 
@@ -43,10 +43,7 @@ class Reuse:
         """The reason why matching tokens ran again; empty if none did."""
         if self.run_again == 0:
             return ""
-        return (
-            f"{self.matched} tokens matched, and the greatest length up to {self.matched} that the cache could be "
-            f"rewound to was {self.restored}"
-        )
+        return f"{self.matched} tokens matched, but the cache could only be rewound to length {self.restored}"
 
 
 class Chat:
@@ -163,11 +160,13 @@ class Chat:
         return ids_of
 
     def _mark_system(self, ids: list[int]) -> None:
-        """Mark the end of the system message in the first turn, so that other chats with it can continue from there."""
+        """Mark the end of the system message in the first turn, so that other chats with this message continue
+        there.
+        """
         first = self.messages[0]
         if len(self.messages) != 2 or first["role"] != "system" or isinstance(self._cache, GraphCache):
             return
-        # Templates may refuse a system message alone. Two conversations with it have its tokens in common.
+        # Templates may refuse a system message alone. So find its tokens as the common prefix of two conversations.
         others = ([first, {"role": "user", "content": text}] for text in ("a", "1"))
         system = min(_n_shared(ids, self._tokenizer.conversation_ids(other, {})) for other in others)
         if self._cache.n_recurrent_layers > 0 and system > len(self._held):
@@ -180,7 +179,7 @@ class Chat:
         text = ids[:-1]
         if self._keeper is None or (self._held and self._keeper.find(text) <= len(self._held)):
             return 0
-        # In this order, the cache begins with `_held` wherever an interrupt stops this.
+        # This order matters: after an interrupt at any line, the cache begins with `_held`.
         self._held = []
         self._cache.clear()
         self._held = text[: self._keeper.attach(text)]
@@ -194,7 +193,7 @@ class Chat:
         checkpoint or to 0.
         """
         shared = min(_n_shared(self._held, ids), len(ids) - 1)
-        # In this order, the cache begins with `_held` wherever an interrupt stops this.
+        # This order matters: after an interrupt at any line, the cache begins with `_held`.
         self._held = ids[: self._cache.reachable(shared)]
         self._held = self._held[: self._cache.rewind_to_reachable(shared)]
         return shared

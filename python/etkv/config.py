@@ -41,10 +41,13 @@ class LayerConfig:
     window: int = 0
     """Positions that a query sees, its own included; 0 for full history."""
     sinks: int = 0
-    """First positions of the sequence that a query sees besides its window; 0 without a window."""
+    """Number of positions at the start of the sequence that a query sees in addition to its window; 0 without a
+    window.
+    """
     dtype: Dtype | None = None
-    """The dtype of keys and values in the program; None if it is unknown. The storage format of a config without
-    formats."""
+    """The dtype of keys and values in the program; None if it is unknown. It is the storage format if the config has
+    none.
+    """
     values_in_keys: bool = False
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
     only keys. The first step of a program is refused if the program has other values."""
@@ -125,8 +128,9 @@ class CacheConfig:
     """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
     recurrent_layers: Sequence[RecurrentLayer] = ()
     """One :class:`etkv.Convolution` or :class:`etkv.Recurrence` for each recurrent layer, in the order of their ids.
-    Recurrent layers have ids of their own, from 0. If it is empty and ``layers`` were read from a program, the
-    recurrent layers of the program are used. They store float32 in every format. Stored as a tuple."""
+    Recurrent layers have ids of their own, from 0. If this field is empty and ``layers`` were read from a program,
+    the program's recurrent layers are used. Recurrent layers always store float32. Stored as a tuple.
+    """
     anchors: int = 0
     """The number of states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They lie at multiples of 64
     positions. Each state after the first lets the sequence rewind by 64 more positions."""

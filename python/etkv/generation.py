@@ -86,8 +86,8 @@ def generate_tokens(
     layers with windows still hold earlier positions. A cache in a graph keeps the steps that ran.
 
     The cache must not change between two tokens: if the next position of the sequence has changed, the answer ends with
-    an error. Threads that share a session need a common lock, which each holds while it iterates: a failed step cancels
-    the declaration of the next step.
+    an error. Threads that share a session need a common lock, which each thread holds while it iterates, because a
+    failed step cancels the declaration of the next step.
     """
     if not isinstance(program, Program):
         raise EtkvError(f"program is {type(program).__name__}, expected an etkv.Program from etkv.load")
@@ -236,7 +236,7 @@ class Generation(Iterator[int]):
             # The device knows only the tokens that it runs. A repetition penalty also counts tokens that ran before.
             on_device = len(recent) <= len(prompt) or self._sampling.repetition_penalty == 1.0
             answer = self._on_device(prompt) if on_device else None
-            # Functions of the class, because a bound method would keep the object alive.
+            # These are functions of the class, because a bound method would keep the object alive.
             own = Generation
             yield from (
                 own._stepped(self, prompt, recent) if answer is None else own._received(self, answer, len(prompt))
@@ -415,7 +415,7 @@ class Generation(Iterator[int]):
         return most if isinstance(self._cache, GraphCache) else min(most, self._cache.max_step_tokens)
 
     def _forget(self, position: int) -> None:
-        """Roll back the positions from ``position`` on, as far as layers with windows allow."""
+        """Roll back the positions at or after ``position``, as far as layers with windows allow."""
         assert self._start is not None
         with contextlib.suppress(EtkvError):
             if self._next() < self._start + self._ran:

@@ -33,7 +33,9 @@ class GraphCache:
         return self._length
 
     def rewind(self, length: int) -> None:
-        """Clear the cache if ``length`` is 0. Raises :class:`PositionError` for other lengths than the present one."""
+        """Clear the cache if ``length`` is 0. Raises :class:`PositionError` if it is neither 0 nor the present
+        length.
+        """
         if length == 0:
             self.clear()
         elif length != self._length:

@@ -34,18 +34,19 @@ class Keeper:
         self.cache: Cache = program.cache
         drops = any(layer.window or layer.chunk for layer in program.cache.config.layers)
         self.has_windows = isinstance(kept, PrefixCache) and drops
-        """Whether layers have windows. A later text can then continue only near the end of a kept text, so it pays to
-        keep more texts."""
+        """Whether layers have windows. A later text can then continue only near the end of a kept text, so keeping
+        more texts pays off.
+        """
         self._fingerprint = fingerprint_of(program.path) if fingerprint is None else fingerprint
 
     def find(self, text: Sequence[int]) -> int:
-        """Return the length of the longest prefix of ``text`` that is kept."""
+        """Return the length of the longest kept prefix of ``text``."""
         with self._warning():
             return self._find(self.cache, text, fingerprint=self._fingerprint)
         return 0
 
     def attach(self, text: Sequence[int]) -> int:
-        """Attach the empty cache to the longest prefix of ``text`` that is kept, and return its length."""
+        """Attach the empty cache to the longest kept prefix of ``text``, and return the prefix's length."""
         with self._warning():
             return self._load(self.cache, text, fingerprint=self._fingerprint)
         return 0

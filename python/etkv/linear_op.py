@@ -12,7 +12,7 @@ from torch import Tensor
 from etkv.packed_weights import ROWS, WeightFormat
 
 _PART = 1 << 20
-"""Number of weights that are unpacked at a time."""
+"""Number of weights that are unpacked at once."""
 
 
 @torch.library.custom_op("etkv::linear", mutates_args=())

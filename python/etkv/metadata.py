@@ -255,7 +255,7 @@ def _find(constants: Mapping[str, Any], name: str) -> int | None:
 def _each(constants: Mapping[str, Any], name: str, n_layers: int, otherwise: list[int] | None = None) -> list[int]:
     """Return the counts of the fact ``name``, one for each layer.
 
-    If the fact is absent, returns ``otherwise``, or raises :class:`EtkvError` without it.
+    If the fact is absent, returns ``otherwise``, or raises :class:`EtkvError` if ``otherwise`` is None.
     """
     if name not in constants:
         if otherwise is None:

@@ -10,8 +10,8 @@ on the active reference cache::
 ExecuTorch has an op of the same name and signature. If ExecuTorch's op is registered first, it stays. Otherwise this
 module registers its own op, and ExecuTorch's op replaces it if it is imported later. In both cases this module also
 registers a kernel for each device, which takes precedence over the op's own kernel. The kernel uses the cache of
-:func:`active`. Without an active cache it calls ExecuTorch's op. It also keeps the dispatcher's entry alive while the
-op is replaced, so graphs that were traced before still run.
+:func:`active`. Without an active cache it calls ExecuTorch's op. The kernel also keeps the dispatcher's entry alive
+while the op is replaced, so graphs that were traced before still run.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def update_and_attend(
         v: ``[1, n_kv_heads, q_len, v_head_dim]``.
         position: int32 or int64, ``[q_len]`` or ``[q_len, n]``. The first of n components is the position in
             the sequence. The others are for rotary embeddings; the cache ignores them.
-        layer_id: the layer's number in the cache. If layers of a model share keys and values, it calls the op several
-            times with one ``layer_id`` and the same rows. The first call stores them; later calls only attend.
+        layer_id: the layer's number in the cache. If layers of a model share keys and values, the model calls the op
+            several times with one ``layer_id`` and the same rows. The first call stores them; later calls only attend.
         scale: the factor of the scores.
         out_dtype: the dtype of the result, independent of the cache's formats.
         sinks: ``[n_heads]``, learned logits. A head's logit is one more score in the softmax of the head, with a value
@@ -238,7 +238,9 @@ def _fake(
 def _without_cache(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """Computes the op with the cache of ExecuTorch's op, or raises :class:`NoActiveCacheError` if it has none."""
+    """Computes the op with the cache of ExecuTorch's op, or raises :class:`NoActiveCacheError` if that op has no
+    cache.
+    """
     executorch = sys.modules.get(_EXECUTORCH)
     if executorch is None:
         raise NoActiveCacheError
@@ -252,7 +254,9 @@ def _without_cache(
 
 
 def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
-    """Returns the positions of a step's tokens. Refuses a count other than ``n_tokens``, unless that is None."""
+    """Returns the positions of a step's tokens. Refuses a count other than ``n_tokens``, unless ``n_tokens`` is
+    None.
+    """
     if position.dtype not in (torch.int32, torch.int64):
         raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, expected int32 or int64"

@@ -20,13 +20,13 @@ class PrefixStatistics(NamedTuple):
     pinned: int
     """Prefixes that are pinned."""
     bytes: int
-    """Bytes of their rows. Rows that several prefixes share count once."""
+    """Bytes of the rows of all prefixes. Rows that several prefixes share count once."""
     tokens_asked: int
     """Tokens of the texts that were passed to :meth:`PrefixCache.attach`."""
     tokens_in_memory: int
-    """Those of the requested tokens that were in memory."""
+    """Number of the requested tokens that were in memory."""
     tokens_in_store: int
-    """Those of the requested tokens that came from the store."""
+    """Number of the requested tokens that came from the store."""
     ahead_waiting: int
     """Texts in the read-ahead queue, including the text that is being read."""
     ahead_read: int
@@ -79,7 +79,7 @@ class PrefixCache:
         self.store = store
 
     def attach(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Attach an empty cache to the longest prefix of ``tokens`` that is kept, and return its length.
+        """Attach an empty cache to the longest kept prefix of ``tokens``, and return the prefix's length.
 
         Pass the text without its last token: the program must run at least one token for its logits. If the store
         fails, only memory is searched, and the log has a warning.
@@ -111,9 +111,9 @@ class PrefixCache:
         """Let a background thread read the longest prefix of ``tokens`` in the store into memory.
 
         A later :meth:`attach` of a cache with the config of ``cache`` then finds it. Does not wait. Returns whether the
-        text was queued. It is not queued if all of it is in memory, without a store, or if the queue has 16 texts.
-        :meth:`statistics` counts reads that fail, for example for lack of memory. For a minute after a read,
-        :meth:`attach` does not query the store for the text as long as the text is in memory.
+        text was queued. It is not queued if all of it is in memory, if there is no store, or if the queue has 16
+        texts already. :meth:`statistics` counts reads that fail, for example for lack of memory. For a minute after a
+        read, :meth:`attach` does not query the store for the text as long as the text is in memory.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_prefetch", "bool", self._prefixes, cache._raw(), options)

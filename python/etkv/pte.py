@@ -37,7 +37,7 @@ def check_mark(head: bytes, path: Path) -> None:
     """Raise :class:`EtkvError` unless ``head``, the first bytes of a file, has the magic of a program.
 
     The magic is ``ET`` and two digits, after 4 bytes with the offset of the root. Without this check, ExecuTorch would
-    log the wrong magic, and its Python module crashes the process if that is not UTF-8.
+    log the wrong magic, and its Python module would crash the process if the magic is not UTF-8.
     """
     if head[4:6] != b"ET" or not head[6:8].isdigit():
         raise EtkvError(f"{path} is not an ExecuTorch program")
@@ -138,7 +138,7 @@ class PteFile:
 def _read(path: Path, offset: int, n_bytes: int) -> bytes:
     size = path.stat().st_size
     if offset + n_bytes > size:
-        raise EtkvError(f"{path} is damaged: it has {size} bytes, a segment goes up to {offset + n_bytes}")
+        raise EtkvError(f"{path} is damaged: it has {size} bytes, but a segment ends at byte {offset + n_bytes}")
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(n_bytes)
@@ -170,7 +170,7 @@ def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
     if len(head) == _HEAD.size and head[8:12] == b"eh00":
         _, _, n_tables, segments_at = _HEAD.unpack(head)
     if n_tables > size:
-        raise EtkvError(f"{path} is damaged: it has {size} bytes, its tables have {n_tables}")
+        raise EtkvError(f"{path} is damaged: it has {size} bytes, but its tables have {n_tables}")
     return n_tables, segments_at
 
 

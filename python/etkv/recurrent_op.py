@@ -1,4 +1,5 @@
-"""The ops that join recurrent layers to their cache: ``kvcache::update_and_convolve`` and ``kvcache::update_and_scan``.
+"""The ops by which recurrent layers use their cache: ``kvcache::update_and_convolve`` and
+``kvcache::update_and_scan``.
 
 They correspond to ``kvcache::update_and_attend`` of attention layers, see :mod:`etkv.op`. In an exported program a
 delegate runs them on a native cache. In plain PyTorch they run on the active state::

@@ -109,7 +109,7 @@ _LONG = 4
 _log = logging.getLogger("etkv.program")
 
 _NUMBERS = itertools.count()
-"""Numbers of programs, which tell their buffers apart."""
+"""Numbers of programs, which distinguish their buffers."""
 
 
 class Closable(Protocol):
@@ -212,7 +212,7 @@ class Program:
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
     def _graph_cache(self) -> GraphCache | None:
-        """Return the cache in the graph, if the program's inputs are tokens and positions and it has one; else None."""
+        """Return the cache in the graph; None if there is none, or if the inputs are not tokens and positions."""
         from etkv.metadata import describes_layers
 
         if not _takes_text(self._method.metadata) or describes_layers(self._program.method_names):
@@ -289,7 +289,9 @@ class Program:
         return self._run(inputs, copy, list)
 
     def _run(self, inputs: tuple[Any, ...], copy: bool, take: Callable[[list[Any]], _T]) -> _T:
-        """Run the method, and return ``take(outputs)``. No other thread runs or closes the program before that."""
+        """Run the method, and return ``take(outputs)``. No other thread runs or closes the program before ``take``
+        returns.
+        """
         self.check_open()
         _capi.follow_log_levels()
         try:

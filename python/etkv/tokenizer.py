@@ -207,7 +207,7 @@ class Tokenizer:
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
-        """Return a new detokenizer for one answer, whose text then has no special tokens."""
+        """Return a new detokenizer for one answer. It leaves special tokens out of the text."""
         return StreamingDetokenizer(self)
 
     def __repr__(self) -> str:
@@ -298,7 +298,9 @@ _REPLACEMENT = "\ufffd"
 """The character that replaces bytes that are not valid UTF-8."""
 
 _MAX_HELD = 64
-"""Maximum number of ids whose text is held back, and decoded again with each id, while it ends within a character."""
+"""While the text ends within a character, the text of at most this number of ids is held back. Each further id
+decodes these ids again.
+"""
 
 
 def _after_common_prefix(text: str, out: str) -> str:
