@@ -41,7 +41,7 @@ NESTED = 8
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a group has beside its codes: ``n`` numbers in ``dtype`` for each row, and ``factors`` with other groups."""
+    """The numbers of a group: ``n`` in ``dtype`` for each row, and ``factors`` that it shares with other groups."""
 
     dtype: torch.dtype
     n: int = 1
@@ -67,13 +67,13 @@ _NUMBERS = {
     "_float32_biased": _Numbers(torch.float32, 2),
     "_nested": _Numbers(torch.uint8, 2, 2),
 }
-"""Suffix of a format's name -> its numbers. Of formats with the same ``n`` the smaller are first."""
+"""Suffix of a format's name -> the numbers of a group. Formats with the same ``n`` are in the order of their size."""
 
 _INTEGERS = {f"int{bits}{end}": (bits, numbers) for bits in (8, 4) for end, numbers in _NUMBERS.items()}
 """Format of integers -> the bits of a weight, and the numbers of a group."""
 
 _PART = 1 << 18
-"""Number of weights that are packed at a time."""
+"""Number of weights that are packed at once."""
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,7 +94,7 @@ class WeightFormat:
         if self.name not in names:
             raise ValueError(f"expected weights in {', '.join(names)}, got {self.name!r}")
         if self.name in _FLOATS and self.group_size:
-            raise ValueError(f"weights in {self.name} have no groups, got a group size of {self.group_size}")
+            raise ValueError(f"expected a group size of 0 for weights in {self.name}, got {self.group_size}")
         if self.name not in _FLOATS and (self.group_size < 32 or self.group_size % 32):
             raise ValueError(f"expected a group size that is a multiple of 32, got {self.group_size}")
 
@@ -141,7 +141,7 @@ class WeightFormat:
         format has biases, which only published weights have.
         """
         if self.group_size and self._numbers.n > 1:
-            raise ValueError(f"weights are not quantized to {self.name}")
+            raise ValueError(f"cannot quantize weights to {self.name}: only published weights have its biases")
         packed = torch.empty(self.shape(*matrix.shape), dtype=self.dtype)
         # Pack in parts that fit a core's cache.
         step = max(1, _PART // (ROWS * matrix.shape[1]))
@@ -159,7 +159,7 @@ class WeightFormat:
         least, most = groups.aminmax(dim=3)
         extreme = torch.where(-least >= most, least, most)
         if not bool(torch.isfinite(extreme).all()):
-            raise ValueError("weights are not finite")
+            raise ValueError("cannot quantize weights that are not finite")
         offset = self.offset
         scales = (extreme / -offset).to(self._numbers.dtype)
         inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
@@ -226,7 +226,10 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 
 def _of_rows(packed: Tensor, dtype: torch.dtype, n: int) -> list[Tensor]:
-    """Return ``n`` numbers of each row and group in float32, ``[tiles, 16, groups]``, of ``[tiles, groups, bytes]``."""
+    """Return ``n`` numbers of each row and group, each float32 ``[tiles, 16, groups]``.
+
+    ``packed`` is ``[tiles, groups, bytes]``.
+    """
     numbers = packed.contiguous().view(dtype).float().unflatten(2, (n, ROWS))
     return [of_kind.transpose(1, 2) for of_kind in numbers.unbind(2)]
 
@@ -234,7 +237,7 @@ def _of_rows(packed: Tensor, dtype: torch.dtype, n: int) -> list[Tensor]:
 def holding(bits: int, group_size: int, *numbers: Tensor) -> WeightFormat:
     """Return the smallest format of integers of ``bits`` bits in which ``numbers``, in float32, are exact.
 
-    They are scales, or scales and biases.
+    The numbers are scales, or scales and biases.
     """
     ends = (
         end

@@ -85,7 +85,7 @@ class _CausalMask:
         return f"chunks of {self.chunk}" if self.chunk else f"a window of {self.window}"
 
     def __getitem__(self, rows: object) -> _CausalMask:
-        """Return the mask itself. In a survey, the slices of :func:`etkv.export.forward.kept_rows` contain all
+        """Return the mask itself: in a survey, the slices of :func:`etkv.export.forward.kept_rows` contain all
         tokens.
         """
         return self
@@ -227,7 +227,7 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
         if (chunk := _chunk(mask_function)) is not None:
             return _CausalMask(chunk=chunk)
     name = getattr(mask_function, "__qualname__", "?").split(".")[0]
-    raise ValueError(f"its attention has a mask that is not causal, a sliding window or chunks ({name})")
+    raise ValueError(f"its attention has the mask {name}; expected a causal mask, a sliding window or chunks")
 
 
 def _window(mask_function: Any) -> int | None:
@@ -248,7 +248,7 @@ def _chunk(mask_function: Any) -> int | None:
 
 
 def _of_overlay(mask_function: Any, known: Any) -> int | None:
-    """Return the length of an overlay on the causal mask whose code is that of ``known``; None for other masks."""
+    """Return the length of a causal mask's overlay if the overlay has the code of ``known``; None for other masks."""
     from transformers.masking_utils import and_masks, causal_mask_function
 
     if getattr(mask_function, "__code__", None) is not and_masks().__code__:

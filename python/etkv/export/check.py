@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from etkv.export.request import ExportRequest
 
 MAX_PARAMETERS = 10**9
-"""The number of parameters from which a program is checked only on request."""
+"""Programs of models with at least this number of parameters are checked only on request."""
 
 _TOKENS, _DECODED = 24, 8
-"""Number of tokens that are compared, and number of the last of them that run in steps of one token."""
+"""Number of compared tokens, and number of tokens at their end that run in steps of one token."""
 
 _BEYOND = 16
 """Number of further tokens that are compared beyond a window, or beyond the first anchor of recurrent layers."""
@@ -44,7 +44,7 @@ _MAX_PRODUCTS = 30e9
 """Maximum of parameters times tokens for a comparison of more than ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
-"""The dtype of activations, or the beginning of a quantization's name -> the largest error of a row of outputs.
+"""The dtype of activations, or the beginning of a quantization's name -> the maximum error of a row of outputs.
 
 The error is a fraction of the outputs' spread. A wrong mask, position or weight causes an error of about 1. The model
 is computed in the same dtype with the same weights. With 8-bit activations, a difference in the last bit changes the

@@ -1,8 +1,8 @@
 """Creates drafts that read hidden states: a feature predictor, followed by a model's last layers.
 
-A model that is tapped below its last layers returns the input of these layers for each token that it has run. For other
-tokens the feature predictor predicts this input. It is a linear function of the token's embedding and of the hidden
-states of the token before it, fitted by least squares on texts that the model generates.
+A model that is tapped below its last layers returns the input of these layers for each token that it has run. For
+other tokens the feature predictor predicts this input. The predictor is a linear function of the token's embedding
+and of the previous token's hidden states. It is fitted by least squares on texts that the model generates.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
-"""Number of texts for fitting the predictor, of tokens in each text, and of texts that are generated in a batch."""
+"""Number of texts for fitting the predictor, number of tokens in each text, and number of texts in a batch."""
 
 _FIRST = 4
 """Number of tokens at the start of a text that are not fitted, because the first hidden states are different."""
 
 _RIDGE = 1e-3
-"""The ridge term that is added to the squares of the inputs, as a fraction of their mean."""
+"""The ridge term that is added to the squares of the inputs, as a fraction of the squares' mean."""
 
 
 class FeaturePredictor(torch.nn.Module):

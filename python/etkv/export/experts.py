@@ -16,7 +16,7 @@ NAME = "etkv_gathered"
 """The name under which transformers finds these products."""
 
 SORTED_FROM = 64
-"""Minimum number of rows in a step for sorting them by expert, so that rows of one expert are adjacent."""
+"""Steps with at least this number of rows sort the rows by expert, so that rows of one expert are adjacent."""
 
 
 class Weights(torch.nn.Module):

@@ -89,6 +89,7 @@ def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
-        # A number would also limit layers that share keys and values to the last token. A slice limits only the head.
+        # The argument is a number or a slice. With a number, layers that share keys and values would also compute
+        # only the last token. A slice limits only the head.
         return {"logits_to_keep": slice(-1, None)}
     return {"logits_to_keep": 1}

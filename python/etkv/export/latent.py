@@ -45,7 +45,7 @@ def take(model: torch.nn.Module) -> None:
 
 
 def expansions(model: torch.nn.Module) -> set[Any]:
-    """Return the layers of ``model`` that expand latents, which :func:`take` replaces."""
+    """Return the layers of ``model`` that expand latents. :func:`take` replaces these layers."""
     return {getattr(module, "kv_b_proj", None) for module in model.modules() if hasattr(module, _EXPANDS)}
 
 

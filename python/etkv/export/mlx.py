@@ -104,7 +104,7 @@ def check(graph: torch.fx.Graph, family: str) -> None:
 
 @functools.cache
 def _register_ops() -> None:
-    """Register with ExecuTorch the conversions of the exporter's ops to nodes of MLX programs."""
+    """Register conversions with ExecuTorch: from the exporter's ops, to nodes of MLX programs."""
     import torch
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization.mlx_graph_schema import TakeAlongAxisNode, WhereNode
@@ -125,12 +125,14 @@ def _register_ops() -> None:
         source, axis, index = builder.args(node)
         shape, wanted = _shape(node, 0), _shape(node, 2)
         axis %= len(shape)
-        # If the indices had fewer rows than the source, the source would have to be sliced first.
+        # Indices with fewer rows than the source would require a slice of the source.
         if [*map(str, shape[:axis]), *map(str, shape[axis + 1 :])] != [
             *map(str, wanted[:axis]),
             *map(str, wanted[axis + 1 :]),
         ]:
-            raise ValueError(f"aten.gather takes indices of shape {list(wanted)} from {list(shape)} along axis {axis}")
+            raise ValueError(
+                f"cannot gather {list(wanted)} indices from {list(shape)} along axis {axis}: expected equal other axes"
+            )
         made = builder.make_or_get_slot(node)
         x, indices, out = (builder.slot_to_tid(slot) for slot in (source, index, made))
         builder.emit(TakeAlongAxisNode(x=x, indices=indices, out=out, axis=axis))
@@ -142,7 +144,7 @@ def _register_ops() -> None:
 
 @functools.cache
 def _register_cache_ops() -> None:
-    """Register with ExecuTorch the conversions of the cache ops that it lacks to nodes of MLX programs.
+    """Register conversions with ExecuTorch: from the cache ops that it lacks, to nodes of MLX programs.
 
     Raises :class:`EtkvError` if ExecuTorch's schema was loaded without the nodes of etkv.
     """

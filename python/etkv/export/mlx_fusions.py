@@ -17,7 +17,7 @@ Node = Any
 _aten = torch.ops.aten
 
 _MAX_SUM = 20.0
-"""PyTorch's default threshold of a softplus. In float32, ``log(1 + exp(x))`` is ``x`` from there on."""
+"""PyTorch's default threshold of a softplus. In float32, ``log(1 + exp(x))`` equals ``x`` above this threshold."""
 
 
 def fuse(program: ExportedProgram) -> None:

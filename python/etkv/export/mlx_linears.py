@@ -1,7 +1,7 @@
 """Linear layers and embeddings with weights that are packed for MLX's operations.
 
 In a program ``etkv::packed_linear`` is a ``QuantizedMatmul``, and ``etkv::packed_embedding`` gathers packed rows and
-dequantizes them. In plain PyTorch both unpack the weights, a part at a time.
+dequantizes them. In plain PyTorch both unpack the weights in parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from etkv.export.published.weight import Groups
 
 _PART = 1 << 20
-"""Number of weights that are unpacked at a time."""
+"""Number of weights that are unpacked at once."""
 
 
 @torch.library.custom_op("etkv::packed_linear", mutates_args=())
@@ -173,7 +173,7 @@ def _taken(group_size: int) -> int:
 
 
 def register() -> None:
-    """Register with ExecuTorch the conversions of this module's operations to nodes of MLX programs."""
+    """Register conversions with ExecuTorch: from this module's operations, to nodes of MLX programs."""
     from executorch.backends.mlx.builder.op_helpers import emit_lifted_constant, emit_quantized_gather
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.ops import _resolve_sorted_indices_flag

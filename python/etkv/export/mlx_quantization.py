@@ -34,8 +34,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed integers of ``weight``, ``[rows, columns]``, and its scales, ``[rows, groups]`` in its dtype.
 
-    Packed integers are uint32 ``[rows, columns * bits / 32]``, the first in the lowest bits, with 8 or 128 added. A
-    weight is its scale times its integer. ``empty`` allocates both tensors.
+    Packed integers are uint32 ``[rows, columns * bits / 32]``: each integer plus 8 or 128, the first in the lowest
+    bits. A weight is its scale times its integer. ``empty`` allocates both tensors.
 
     Raises :class:`ValueError` if a weight is not finite.
     """
@@ -104,7 +104,9 @@ def biases_of(scales: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def shifts(scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor | None:
-    """Return ``biases`` for :func:`dequantize`, or None if they equal :func:`biases_of`: None rounds once less."""
+    """Return ``biases`` for :func:`dequantize`, or None if they equal :func:`biases_of`. With None one rounding is
+    saved.
+    """
     return None if torch.equal(biases, biases_of(scales, bits)) else biases
 
 
@@ -134,7 +136,7 @@ def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     least, most = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     scale = (groups.abs().amax(dim=1) / -least).clamp_min_(_EPS)
     if not bool(torch.isfinite(scale).all()):
-        raise ValueError("weights are not finite")
+        raise ValueError("cannot quantize weights that are not finite")
     # Continue only with groups whose scale has changed. The scales of the other groups would stay the same.
     moving, scale_of_moving, left = None, scale, groups
     for _ in range(_TURNS):

@@ -106,8 +106,8 @@ class Packing:
         self, packer: Packer | None, scratch: Scratch, note: Callable[[str], None] = lambda path: None
     ) -> None:
         self._packer, self._scratch, self.note = packer, scratch, note
-        # The id of a weight, or of its stand-in -> the weight, which keeps the id from being reused, and the packed
-        # form.
+        # The id of a weight, or of its stand-in -> the weight and its packed form. While the weight lives, no other
+        # object gets its id.
         self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
         # A module and the name of its weight -> the weights of the file from which it was loaded.
         self._stored: dict[tuple[torch.nn.Module, str], list[Weight]] = {}
@@ -148,8 +148,8 @@ class Packing:
             del weights, read
             self._scratch.used(size)
 
-        # transformers has an interface for this, its quantizers. But a model has only one, which a published
-        # quantization uses. Asynchronous loading is disabled, because its threads would read ahead of the packing.
+        # transformers has an interface for this, its quantizers. But a model has only one quantizer, and a published
+        # quantization uses it. Asynchronous loading is disabled, because its threads would read ahead of the packing.
         with (
             mock.patch.object(core_model_loading, "set_param_for_module", placed),
             mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
@@ -274,9 +274,7 @@ def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
 
 
 def _keep_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give ``model`` a dtype although it has no parameters, from the first of which transformers would take the
-    dtype.
-    """
+    """Set the dtype of ``model``, which has no parameters. transformers would use the dtype of the first parameter."""
     known = type(model)
     model.__class__ = type(known.__name__, (known,), {"dtype": dtype, "__module__": known.__module__})
 

@@ -25,7 +25,7 @@ QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32, "8da8w": None}
 """Quantization of weights -> default group size in elements; ``None`` is one scale for each row."""
 
 GROUP_SIZES = (32, 64, 128)
-"""Group sizes, in elements, that MLX's quantized matrix products take."""
+"""Group sizes, in elements, that MLX's quantized matrix products support."""
 
 DEFAULT_MAX_CONTEXT = 8192
 """The default context of a program, in tokens. It is limited by the context of the model."""
@@ -113,7 +113,7 @@ class ExportRequest:
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
     """Raise :class:`EtkvError` if writing to ``folder`` could replace files of the model.
 
-    That is if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved. The
+    It could if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved. The
     folder of a GGUF file is accepted, because an export writes no file with its name.
     """
     if not model.is_dir():

@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 28
 """Number of used bytes after which pages are released."""
 
 _PIECE = 1 << 24
-"""Number of elements that are copied at a time."""
+"""Number of elements that are copied at once."""
 
 _DROP = 4
 """``MADV_DONTNEED``."""
@@ -126,7 +126,7 @@ class Scratch:
     def _mappings(self, table: str) -> Iterator[tuple[int, int, bool]]:
         """Yield for each mapping of the files its begin, its end, and whether the file has all written data.
 
-        The last is False for the model's files in the table ``maps``, where it is unknown.
+        The third value is False for the model's files in the table ``maps``, which does not contain it.
         """
         if sys.platform != "linux":
             return

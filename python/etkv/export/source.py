@@ -123,8 +123,8 @@ def read_model(
 ) -> PreTrainedModel:
     """Return the text model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
-    ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` receives remarks on what the
-    publisher's runtimes do with quantized weights but a program does not. ``packing`` packs the weights while they are
+    ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` receives remarks on behaviour of the
+    publisher's runtimes, with quantized weights, that a program lacks. ``packing`` packs the weights while they are
     read, unless ``is_packed`` is False.
 
     Raises :class:`EtkvError` if weights are missing, unexpected or unreadable, or if the family's attention cannot be

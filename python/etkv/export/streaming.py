@@ -1,4 +1,4 @@
-"""Makes ExecuTorch read weights when it writes a program, instead of copying them before.
+"""Lets ExecuTorch read weights while it writes a program, instead of copying them beforehand.
 
 ExecuTorch can write data from files. But its exporter passes it the bytes of every tensor, with several copies of the
 weights. Within :func:`streaming` it gets :class:`TensorData` instead.
@@ -29,7 +29,7 @@ from torch.fx.passes.tools_common import legalize_graph
 from etkv.export.scratch import SMALL, Scratch
 
 _PIECE = 1 << 26
-"""Number of bytes that are written at a time."""
+"""Number of bytes that are written at once."""
 
 
 @contextlib.contextmanager

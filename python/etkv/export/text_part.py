@@ -23,7 +23,9 @@ _TOKENS = 8
 """Number of tokens for comparing the text part with the whole model."""
 
 _TOLERANCE = 1e-3
-"""The largest difference of both logits, as a fraction of their spread. Both run the same operations."""
+"""The maximum difference between the logits of both models, as a fraction of their spread. Both models run the same
+operations.
+"""
 
 
 def config(whole: PreTrainedConfig) -> PreTrainedConfig:
@@ -84,7 +86,7 @@ def take(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compare(whole: PreTrainedModel, part: PreTrainedModel) -> None:
-    """Raise :class:`EtkvError` unless both return the same logits for a text."""
+    """Raise :class:`EtkvError` unless both models return the same logits for a text."""
     family, ids = whole.config.model_type, sample_ids(part, _TOKENS)
     with torch.no_grad():
         expected = part(input_ids=ids, use_cache=False).logits

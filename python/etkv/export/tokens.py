@@ -31,10 +31,10 @@ _CHANGED = 1
 """The index of the token, of three, that is changed or NaN."""
 
 _TOLERANCE = 1e-4
-"""The largest difference of a result, as a fraction of its spread: other rows may change the rounding in float32."""
+"""The maximum difference of a result, as a fraction of its spread. Other rows may change the rounding in float32."""
 
 _PART = 1 << 22
-"""Number of weights that are converted at a time."""
+"""Number of weights that are converted at once."""
 
 _BY_ROW = ("aten.linear.default", "etkv.linear.default", "etkv.packed_linear.default")
 """Products of each row of the first argument with weights."""
@@ -254,7 +254,7 @@ def _linear(
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the products in float32, with a part of the weights at a time."""
+    """Return the products in float32. The weights are converted in parts."""
     parts = weight.split(max(1, _PART // weight.shape[1]))
     made = torch.cat([x @ part.float().T for part in parts], dim=-1)
     return made if bias is None else made + bias.float()
@@ -313,7 +313,7 @@ class _Pair:
         self._first, self._second, self._length, self._alone, self._poisoned = first, second, length, alone, poisoned
 
     def differs(self, node: Node) -> bool:
-        """Return whether rows of ``node`` differ that must be equal. False if this is unknown."""
+        """Return whether ``node`` has rows that must be equal but differ; False if this is unknown."""
         if not self._is_known(node):
             return False
         first, second, alone = self._first[node], self._second[node], self._alone

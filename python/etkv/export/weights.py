@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = re.compile(
     # These are for images and audio, which a language model does not use.
     r"|(.*\.)?(vision_tower|vision_model|vision_embed_tokens|visual|audio_tower|multi_modal_projector|embed_vision"
     r"|embed_audio|image_newline)(\..*)?"
-    # These predict something else than the next token: a value, a class, or tokens after the next.
+    # These predict something other than the next token: a value, a class, or tokens after the next.
     r"|(score|v_head|classifier)\..*"
     r"|(.*\.)?mtp\..*"
 )
@@ -95,7 +95,7 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> set[str]:
-    """Return the names of the files that an index names."""
+    """Return the names of the files that an index lists."""
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -99,7 +99,7 @@ def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> 
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:
-    """Add the selection of rows of logits at load, unless the request selects them, and pack the weights of experts."""
+    """Pack the weights of experts. Unless the request selects rows of logits, let the program select them at load."""
     from etkv.export.cpu import calls, experts
 
     experts.pack(model, empty=scratch.empty)

@@ -1,8 +1,9 @@
 """The calls in a graph that etkv runs, each in a separate delegate.
 
 ``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` returns the rows for which
-the head of the model computes logits: all rows, or the last row, by an option of the load. ``etkv::select_by_capacity``
-returns one of two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
+the head of the model computes logits: all rows or only the last one, depending on an option given when the program is
+loaded. ``etkv::select_by_capacity`` returns one of two tensors, depending on the capacity of the cache.
+``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
 
 The overload ``kvcache::update_and_attend.sinks`` is a separate op in payloads, so that earlier builds refuse it.
 ``softcap`` is null without a softcap; the last of its ``inputs`` are the sinks, or null::

@@ -42,8 +42,8 @@ _FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
 class Packed(torch.nn.Module):
     """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
 
-    ``shape`` is the shape in the model. ``join`` joins the rows of a gate and of the product that it gates in the
-    model's order; None without a gate. ``bias`` is in the order of the packed rows.
+    ``shape`` is the shape in the model. ``join`` joins the rows of a gate and the rows of the product that it gates,
+    in the model's order; None without a gate. ``bias`` is in the order of the packed rows.
     """
 
     packed: torch.Tensor
@@ -204,7 +204,8 @@ def find_activation(module: Any) -> Activation:
     generator = torch.Generator().manual_seed(0)
     width = getattr(module, experts.names(module)[0]).shape[-1 if module.is_transposed else -2]
     x = torch.randn(_PROBES, width, generator=generator)
-    # Scale rows so that some exceed each number of the module that may be a limit, and limits that are not attributes.
+    # Limits are numbers of the module, or are not attributes. Scale the rows so that some exceed every possible
+    # limit.
     x *= torch.tensor([1.0, *_FACTORS, *(2 * number for number in numbers)]).repeat(_PROBES)[:_PROBES, None]
     with torch.no_grad():
         expected = theirs(x.clone())

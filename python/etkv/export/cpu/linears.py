@@ -67,7 +67,7 @@ _BITS = {"int4": 4, "int8": 8}
 """The formats of quantized weights -> their bits."""
 
 _PART = 1 << 18
-"""Number of weights that a core packs at a time."""
+"""Number of weights that a core packs at once."""
 
 
 class Packer:
@@ -137,9 +137,10 @@ class Packer:
 
 
 def _stored(groups: Groups, bits: int, size: int) -> tuple[torch.Tensor, list[torch.Tensor], WeightFormat] | None:
-    """Return the codes of ``groups``, the numbers of its groups, and the format with groups of ``size`` for them.
+    """Return the codes of ``groups``, their scales and biases, and a format with groups of ``size`` weights that
+    holds them.
 
-    None if no format has the file's weights, bit for bit.
+    Return None if no format holds the file's weights bit for bit.
     """
     signed = groups.signed(bits)
     if signed is not None:
@@ -152,7 +153,8 @@ def _stored(groups: Groups, bits: int, size: int) -> tuple[torch.Tensor, list[to
         return groups.codes, groups.nested.all(), WeightFormat(f"int{bits}_nested", size)
     biases = groups.biases
     if groups.zeros is not None:
-        # A product of a number of 11 bits and differences of codes is exact in float32, and so are sums of such.
+        # The product of a number of 11 bits and a difference of codes is exact in float32, and so is a sum of such
+        # products.
         halves = (groups.scales.to(dtype).float() for dtype in (torch.float16, torch.bfloat16))
         if not any(torch.equal(half, groups.scales) for half in halves) or bool((groups.zeros % 1).any()):
             return None

@@ -101,7 +101,7 @@ class Decoder:
         self.keys.only("attention.scale", 0.0, usual, reason=f"but this architecture scales by {usual:.6g}")
 
     def only_long_rope(self, rotary: Settings, family: str) -> None:
-        """Raise :class:`EtkvError` for a ``rotary`` embedding with another scaling than long RoPE."""
+        """Raise :class:`EtkvError` for a ``rotary`` embedding with a scaling other than long RoPE."""
         keys = self.keys
         if rotary["rope_type"] not in ("default", "longrope"):
             name = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
@@ -154,10 +154,10 @@ class Decoder:
         return grouped_experts(keys)
 
     def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
-        """Return the number of experts, and of experts for each token.
+        """Return the number of experts, and the number of experts for each token.
 
-        ``normalized`` is the default of whether the weights of a token's experts add up to 1. If it is ``fixed``, the
-        family supports no other value. Otherwise the settings have ``norm_topk_prob``.
+        ``normalized``: whether the weights of a token's experts add up to 1 by default. If ``fixed``, the family
+        supports only the default. Otherwise the settings have ``norm_topk_prob``.
         """
         keys = self.keys
         keys.only("expert_gating_func", 0, 1, reason="but this architecture's router is a softmax (1)")

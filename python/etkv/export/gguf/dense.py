@@ -181,7 +181,9 @@ def _olmo2(keys: Keys) -> tuple[str, Settings]:
     if not keys.has("attention.sliding_window"):
         return "olmo2", settings
     if settings["rope_parameters"]["rope_type"] != "default":
-        raise keys.refuse("attention.sliding_window", "and scaled rotary embeddings; the exporter supports one of both")
+        raise keys.refuse(
+            "attention.sliding_window", "and scaled rotary embeddings; the exporter supports only one of the two"
+        )
     return "olmo3", settings | decoder.window(4)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4, whose layers have sizes of their own, and whose last layers share keys and values of earlier ones."""
+"""Gemma 3n and 4. Their layers differ in size, and the last layers share keys and values of earlier layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding, layer
 from etkv.export.gguf.keys import Keys
 
 _OWN_CACHES = 20
-"""The layers of Gemma 3n with keys and values of their own, in files that do not tell."""
+"""Number of layers of Gemma 3n with keys and values of their own, for files without this number."""
 
 _UNROTATED = 1e30
 """The divisor of the frequencies that do not rotate."""
@@ -37,13 +37,15 @@ def _gemma3n(keys: Keys) -> tuple[str, Settings]:
 
 
 def _sparsity(keys: Keys, n_layers: int) -> list[float]:
-    """Return the share of activations that each layer drops. Files have the quantile of a normal distribution."""
+    """Return the share of activations that each layer drops. Files contain the corresponding quantile of a normal
+    distribution.
+    """
     quantiles = keys.reals_of_layers("activation_sparsity_scale", n_layers, least=-math.inf)
     return [round(0.5 * (1.0 + math.erf(quantile / math.sqrt(2.0))), 6) for quantile in quantiles]
 
 
 def _per_layer(keys: Keys) -> Settings:
-    """Return the sizes of embeddings that each layer has of its own."""
+    """Return the sizes of the embeddings of single layers."""
     settings: Settings = {"hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0)}
     of_tokens = keys.file.tensors.get("per_layer_token_embd.weight")
     if of_tokens is not None:

@@ -94,8 +94,8 @@ class Keys:
         return value[:layers]
 
     def reals_of_layers(self, name: str, layers: int, *, least: float | None = None) -> list[float]:
-        """Return a finite number for each of the first ``layers``, or ``least``. A file may have one number for all
-        layers.
+        """Return a number for each of the first ``layers``. A file may have one number for all layers. A number is
+        finite, or equals ``least``.
 
         Raises :class:`EtkvError` as :meth:`real` does, and for a list that is too short.
         """

@@ -78,8 +78,8 @@ def _by_key_head(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _grouped(values: Any, config: Any, size: int, axis: int = 0) -> Any:
-    """Return heads of values grouped by their head of keys. Files have the first head of all groups, then the
-    second.
+    """Return heads of values grouped by their head of keys. Files have the first head of every group, then the second
+    head of every group.
     """
     groups = config.linear_num_key_heads
     in_group = config.linear_num_value_heads // groups
@@ -223,7 +223,7 @@ key."""
 
 
 def key_of(architecture: str, name: str) -> str | None:
-    """Return the key with a number for each layer, of which the parameter ``name`` has that of its layer."""
+    """Return the key with a number for each layer. The parameter ``name`` is the number of its layer."""
     pattern, key = _OF_KEYS.get(architecture, (None, ""))
     match = None if pattern is None else pattern.fullmatch(name)
     return None if match is None else match.expand(key)

@@ -176,7 +176,9 @@ def _afmoe(keys: Keys) -> tuple[str, Settings]:
 
 
 _CHUNK, _WITHOUT_ROPE = 8192, 4
-"""Positions of a chunk of Llama 4, and every how many layers one has no positions. llama.cpp has no keys for them."""
+"""Number of positions in a chunk of Llama 4, and the interval of layers without rotary embeddings. There are no keys
+for these numbers.
+"""
 
 
 def _llama4(keys: Keys) -> tuple[str, Settings]:

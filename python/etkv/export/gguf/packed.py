@@ -60,11 +60,12 @@ def _bytes(blocks: Any) -> Groups:
 
 
 def _super(blocks: Any, has_fifths: bool) -> Groups:
-    """Decode Q4_K and Q5_K: eight groups with 6-bit scales and 6-bit minimums, and a 16-bit factor for each of both.
+    """Decode Q4_K and Q5_K: eight groups with 6-bit scales and 6-bit minimums, a 16-bit factor for scales, and one
+    for minimums.
 
-    The scales and the minimums of the first four groups are in the lower six bits of a byte each. Those of the last
-    four groups have their lower four bits in further bytes, the scale in the lower half and the minimum in the upper
-    half, and their upper two bits in the two highest bits of the first bytes.
+    The scales and the minimums of the first four groups are in the lower six bits of a byte each. For each of the
+    last four groups, a further byte has the lower four bits of the scale in its lower half, and those of the minimum
+    in its upper half. The upper two bits are the two highest bits of the first bytes.
     """
     whole, least = np.split(_halves(blocks[..., :4]), 2, axis=-1)
     first, second, third = np.split(blocks[..., 4:16], 3, axis=-1)

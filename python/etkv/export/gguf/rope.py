@@ -48,7 +48,9 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         raise EtkvError(f"{keys.file.path} has one of {SHORT_FACTORS} and {LONG_FACTORS}; it needs both")
     if kind == "yarn":
         if factors or short:
-            raise keys.refuse("rope.scaling.type", "and a tensor of factors too; the exporter supports one of both")
+            raise keys.refuse(
+                "rope.scaling.type", "and a tensor of factors too; the exporter supports only one of the two"
+            )
         return parameters | _yarn(keys, factor, original, attention_factor)
     if kind == "none":
         factor = 1.0
@@ -57,7 +59,9 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     _refuse_yarn_settings(keys, kind)
     if short is not None and long is not None:
         if factors is not None:
-            raise EtkvError(f"{keys.file.path} has {FACTORS} and {SHORT_FACTORS}; the exporter supports one of both")
+            raise EtkvError(
+                f"{keys.file.path} has {FACTORS} and {SHORT_FACTORS}; the exporter supports only one of the two"
+            )
         parameters |= {"rope_type": "longrope", "short_factor": _scaled(short, factor), "original": original}
         parameters |= {"long_factor": _scaled(long, factor)}
     elif kind == "longrope":
@@ -91,8 +95,8 @@ def _factor(keys: Keys) -> float:
 def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> dict[str, Any]:
     """Return YaRN's settings.
 
-    ``yarn_attn_factor`` is the factor of cosines and sines, like transformers' ``attention_factor``. Without this key,
-    the factor is the one that follows from the scaling, times ``attn_factor``.
+    ``yarn_attn_factor`` is the factor of cosines and sines, like transformers' ``attention_factor``. Without this
+    key, the factor follows from the scaling, and is multiplied by ``attn_factor``.
     """
     keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="but the exporter reads YaRN with a factor of 1")
     logarithm = math.log(factor)

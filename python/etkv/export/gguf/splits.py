@@ -2,7 +2,7 @@
 """The pre-tokenizers of GGUF files: regular expressions that split text before byte pairs are merged.
 
 A file has only the name of a pre-tokenizer. The expressions come from the models' own ``tokenizer.json`` files. Each
-expression splits the pieces that the expression before it has left.
+expression splits the pieces that the previous expression left.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ASIAN = (
 class Splits:
     """The expressions of a pre-tokenizer, in order, and other settings that its name implies.
 
-    ``whole_words`` is whether a piece that is itself a token is not merged. ``adds_bos`` is whether texts begin with
-    the BOS token by default.
+    With ``whole_words``, a piece that is itself a token becomes this token without merges. With ``adds_bos``, texts
+    begin with the BOS token by default.
     """
 
     expressions: tuple[str, ...]

@@ -296,7 +296,7 @@ def _characters(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """Let ``tokenizer`` add BOS before a text if it ``adds_bos``, and EOS after it by the key of the file."""
+    """Let ``tokenizer`` add BOS before a text if ``adds_bos``, and EOS after the text if the file's key is true."""
     from tokenizers import processors
 
     adds = {"bos": adds_bos, "eos": vocabulary.flag("add_eos_token", False)}

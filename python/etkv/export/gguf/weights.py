@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from the settings: old converters stored the frequencies of the rotary embedding."""
 
 _OF_CACHE = re.compile(r"blk\.\d+\.attn_(k|v|k_norm)\.weight")
-"""Tensors of keys and values. Those of layers that share keys and values of earlier ones have no effect."""
+"""Tensors of keys and values. They have no effect in layers that share the keys and values of earlier layers."""
 
 _PROJECTION = re.compile(r".*\.altup_(unembed_)?projections\.(\d+)\.weight")
 """Projections between the inputs of Gemma 3n's layers, which a file has in one tensor."""
@@ -47,7 +47,7 @@ def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
     """Return the weights of the model of ``config``: name -> weight, which is decoded when it is read.
 
     ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing, or if the model
-    does not use a tensor. A weight of a wrong shape raises it when it is read.
+    does not use a tensor. A weight of a wrong shape raises the error when the weight is read.
     """
     from transformers import AutoModelForCausalLM
 

@@ -58,7 +58,7 @@ _BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "ui
 class Checkpoint:
     """The weights of a folder, by their names in the files.
 
-    ``remarks`` are sentences about things that the publisher's runtimes do with the folder but a program does not.
+    ``remarks`` are sentences about behaviour of the publisher's runtimes that a program lacks.
     """
 
     weights: dict[str, Weight]

@@ -30,7 +30,8 @@ class Awq(Format):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         settings.one_of("bits" if "bits" in settings.values else "w_bit", (_BITS,), _BITS)
-        # Packages use three names for the layout. Runtimes convert gemm when they load it, and write other names.
+        # Packages use three names for the layout. Runtimes convert the layout gemm when they load weights, and write
+        # other names.
         named = {name: str(settings.values[name]).lower() for name in _LAYOUT if settings.values.get(name)}
         for name, layout in named.items():
             if layout not in ("gemm", "gemv", "exllama", "ipex"):

@@ -112,7 +112,7 @@ class CompressedTensors(Format):
         named = [group for group in self._groups if any(names(target) for target in group.get("targets") or ())]
         found = named or [group for group in self._groups if set(group.get("targets") or ()) & set(_CLASSES)]
         if len(found) != 1:
-            raise self._settings.refuse(f"{len(found)} groups of config_groups are for layer {layer}")
+            raise self._settings.refuse(f"{len(found)} groups of config_groups are for layer {layer}, expected 1")
         return found[0]
 
     def _columns_of_a_group(self, args: Mapping[str, Any], columns: int) -> int:
@@ -140,7 +140,9 @@ class CompressedTensors(Format):
         rows, columns = (int(length) for length in size.read().flatten().tolist())
         words = words_of(columns, bits)
         if 32 % bits and words == -(-columns // (32 // bits)):
-            raise settings.refuse(f"weight {name} of {bits} bits may be packed by old or by new packages")
+            raise settings.refuse(
+                f"cannot decode weight {name} of {bits} bits: old and new packages pack it in different ways"
+            )
         settings.check(codes, ("int32",), (rows, words))
         of_group = self._columns_of_a_group(args, columns)
         groups = columns // of_group

@@ -11,7 +11,7 @@ from etkv.export.published.weight import Weight
 
 
 def replaced(name: str, parts: Iterable[str]) -> tuple[str, str] | None:
-    """Return the name of the weight that files replace by ``parts``, and the part ``name``; None for other names."""
+    """Return the weight to which the tensor ``name`` belongs as one of ``parts``, and the part; None for others."""
     for part in parts:
         if name.endswith(f".{part}"):
             return f"{name.removesuffix(part)}weight", part
@@ -19,7 +19,8 @@ def replaced(name: str, parts: Iterable[str]) -> tuple[str, str] | None:
 
 
 def beside(name: str, tensors: Mapping[str, Stored], parts: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the weight of ``tensors`` that the tensor ``name`` accompanies, and the part's name; None without one.
+    """Return the weight in ``tensors`` that the tensor ``name`` accompanies, and the name of the part; None if
+    ``name`` accompanies no weight.
 
     ``parts`` maps suffixes of names to names of parts.
     """

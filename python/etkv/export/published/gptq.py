@@ -51,7 +51,7 @@ class Gptq(Format):
         bits = self._bits
         columns = codes.shape[0] * 32 // bits if order is None else order.shape[0]
         if self._has_own:
-            # Layers may have other numbers of bits, which follow from their shapes.
+            # The number of bits may differ between layers. It follows from the shapes.
             bits = next((bits for bits in _BITS if words_of(columns, bits) == codes.shape[0]), bits)
         groups, rows = scales.shape
         settings.check(codes, ("int32",), (words_of(columns, bits), rows))
@@ -82,7 +82,8 @@ class Gptq(Format):
     def _check_zeros(self, name: str, zeros: Stored, bits: int, rows: int) -> None:
         """Raise :class:`EtkvError` for a zero point of 0 in the first format, which is stored as -1.
 
-        Packages read it as 0 or as the number after the highest, and some packages overwrite its neighbours with it.
+        Packages read the -1 as 0 or as the number after the highest. Some packages overwrite the neighbouring zero
+        points with it.
         """
         highest = (1 << bits) - 1
         if bool((unpack_words(zeros.read(), bits, rows) == highest).any()):

@@ -49,7 +49,8 @@ class Decoded(Weight):
 
 @dataclass(frozen=True)
 class Nested:
-    """The scales and biases of groups as the products that GGUF's formats store: a byte, and a factor of eight groups.
+    """The scales and biases of groups, as GGUF's formats store them: each is a byte times a factor that eight groups
+    share.
 
     ``scales`` and ``biases`` are uint8 ``[rows, groups]``. Their factors are float32 ``[rows, groups / 8]``, and exact
     in float16.
