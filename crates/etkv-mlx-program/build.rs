@@ -23,7 +23,7 @@ fn link_mlx() {
     }
 }
 
-/// Generates the reader of a delegate's payload, as the installed ExecuTorch writes it.
+/// Generates the reader of a delegate's payload in the format of the installed ExecuTorch.
 fn make_reader() {
     let python = pip_packages::python();
     let executorch = pip_packages::package(&python, "executorch").unwrap_or_else(|| {
@@ -55,7 +55,8 @@ fn make_reader() {
     assert!(status.success(), "{} cannot read {}", flatc.display(), schema.display());
 }
 
-/// Returns a schema with the tables of `nodes`, and with the members of its union after those of the schema.
+/// Returns a schema with the tables of `nodes` added. The members of the union of `nodes` follow those of the
+/// schema's union.
 fn with_nodes(schema: &str, nodes: &str) -> String {
     const UNION: &str = "union OpNode {";
     let (tables, members) = nodes.split_once(UNION).expect("the nodes have a union");

@@ -41,7 +41,7 @@ pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
 }
 
-/// The dtype's name, as users write it.
+/// Returns the dtype's name, as users write it.
 pub fn name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Bool => "bool",

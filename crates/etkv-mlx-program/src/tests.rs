@@ -274,7 +274,7 @@ fn an_init_chain_reads_no_input() {
     };
     let payload = parts().payload(|builder| vec![vec![], vec![neg(builder, 1, 0)]]);
     assert_eq!(refusal(&payload), "the init chain reads value 1, which is an input or a buffer");
-    // Values that the init chain writes over an input are dropped after it.
+    // Values that the init chain writes over an input are dropped after the chain.
     let chains = |builder: &mut Builder| vec![vec![neg(builder, 1, 0)], vec![neg(builder, 0, 1)]];
     Program::check(&parts().payload(chains)).unwrap();
 }
@@ -293,9 +293,9 @@ fn read_whole(payload: &[u8]) -> Result<()> {
     })
 }
 
-/// Decodes payloads of about a megabyte (`scale` 4) and a quarter of it (`scale` 1). The large one must not take much
-/// more than four times as long: with quadratic cost, it would take sixteen times as long. Compares the minimum CPU
-/// time of this thread over a few tries, so that other load on the machine does not matter.
+/// Decodes a payload of about a megabyte (`scale` 4), and one of a quarter of that size (`scale` 1). The large
+/// payload must not take much more than four times as long. With quadratic cost it would take sixteen times as long.
+/// Compares the minimum CPU time of this thread over a few tries, so that other load on the machine does not matter.
 fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
     let cost = |payload: &[u8]| {
         let spent = || {
@@ -392,7 +392,7 @@ fn tracing_positions_through_views_grows_with_their_number() {
     grows_with_its_size(made).unwrap();
 }
 
-/// A small payload that would expand to a large one, because many references name the same bytes.
+/// A small payload that would expand to a large one, because many references point to the same bytes.
 #[test]
 fn what_many_places_share_is_refused() {
     // A shape of many dimensions that many inputs share.

@@ -22,7 +22,7 @@ pub fn of(found: &fb::Instruction<'_>) -> String {
     replaced_some(&text)
 }
 
-/// Replaces the sources of a kernel, which would fill pages, by their sizes.
+/// Replaces the sources of a kernel by their sizes: the sources would fill pages.
 fn without_source(text: String, node: fb::MetalKernelNode<'_>) -> String {
     let mut text = text;
     let header = node.header().unwrap_or_default();
@@ -41,7 +41,7 @@ fn without_source(text: String, node: fb::MetalKernelNode<'_>) -> String {
     text
 }
 
-/// Replaces each `start...` up to the next ` }` in `text` by the result of `of` for the part between.
+/// Replaces each part of `text` from `start` to the next ` }` by the result of `of` for the text between them.
 fn replaced(text: &str, start: &str, of: impl Fn(&str) -> String) -> String {
     let mut made = String::with_capacity(text.len());
     let mut rest = text;
@@ -76,7 +76,7 @@ fn chosen(fields: &str) -> String {
 fn replaced_some(text: &str) -> String {
     const SOME: &str = "Some(";
     let mut made = String::with_capacity(text.len());
-    // For each open bracket, whether it is removed.
+    // For each open bracket: whether the bracket is removed.
     let mut open = Vec::new();
     let mut rest = text;
     while let Some(c) = rest.chars().next() {

@@ -77,7 +77,7 @@ pub enum DimDescription {
     Static(i32),
     /// A range, with an upper limit if `most` is set.
     Range {
-        /// The lower limit in the export's trace. The program also runs with 1.
+        /// The lower limit that the export traced. The program also runs with a size of 1.
         least: i32,
         /// The largest size.
         most: Option<i32>,
@@ -99,7 +99,7 @@ pub struct OperationCount {
 pub struct AttentionDescription {
     /// The layer's number; -1 if the program names none.
     pub layer: i64,
-    /// The calls in a forward: more than 1 if layers share keys and values.
+    /// The number of calls in a forward: more than 1 if layers share keys and values.
     pub calls: usize,
 }
 
@@ -111,7 +111,7 @@ pub struct ConstantsDescription {
     pub count: usize,
     /// The bytes of the constants whose dtype is known.
     pub bytes: u64,
-    /// The constants, one by one.
+    /// Each constant.
     pub tensors: Vec<ConstantDescription>,
 }
 
@@ -125,7 +125,7 @@ pub struct ConstantDescription {
     pub dtype: String,
     /// The shape.
     pub shape: Vec<i32>,
-    /// The bytes; absent if the dtype is unknown.
+    /// The number of bytes; absent if the dtype is unknown.
     pub bytes: Option<u64>,
 }
 
@@ -135,9 +135,9 @@ pub struct ConstantDescription {
 pub struct PassDescription {
     /// The name of the pass.
     pub name: String,
-    /// Instructions of a forward before the pass.
+    /// The number of instructions of a forward before the pass.
     pub before: usize,
-    /// Instructions of a forward after the pass.
+    /// The number of instructions of a forward after the pass.
     pub after: usize,
     /// The operations whose number the pass changed.
     pub changed: Vec<ChangeDescription>,
@@ -220,7 +220,7 @@ fn describe(payload: &[u8], steps: Option<&dyn StepCompiler>) -> Result<ProgramD
 
 /// Returns the effects of the passes for a device, and the layouts of constants there.
 ///
-/// Constants are not read. Constants of one element are assumed to be 1, as scales of rotary tables are.
+/// Constants are not read. Constants of one element are assumed to be 1, the usual scale of rotary tables.
 fn passes_of(
     graph: &mut Graph,
     on_gpu: bool,
@@ -357,7 +357,7 @@ fn dtype_name(meta: fb::TensorMeta<'_>) -> (String, Option<u64>) {
 fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
     let names = decode::tensor_names(graph);
     let n_described = graph.tensor_meta().map_or(0, |metas| metas.len());
-    // The program may claim any number of constants. Only described ones count.
+    // The program may claim any number of constants. Only constants with a description count.
     let n = (graph.num_constant_tensors() as usize).min(n_described) as u32;
     let tensors: Vec<ConstantDescription> = (0..n)
         .filter_map(|slot| {

@@ -10,8 +10,8 @@ use crate::ops::slots::{SlotValues, Slots};
 /// Decodes the chain with this number.
 type Inner<'a> = dyn FnMut(&mut Slots, usize) -> Result<Chain> + 'a;
 
-/// Decodes a choice. A tensor that both chains write, or that one of them overwrites, is a result. An integer that
-/// one of them overwrites is undefined afterwards.
+/// Decodes a choice between two chains. A tensor is a result if both chains write it, or if one chain overwrites it.
+/// An integer that a chain overwrites is undefined afterwards.
 pub fn decode_if(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -48,7 +48,7 @@ pub fn decode_if(
     Ok(vec![Instruction { op, out: Out::Tensors(first, n) }])
 }
 
-/// Decodes a loop. Of the values that the body writes, only the outputs and the carried values exist afterwards.
+/// Decodes a loop. The body's outputs and carried values exist afterwards. Other values that the body writes do not.
 pub fn decode_scan(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -85,7 +85,7 @@ pub fn decode_scan(
     let n_stacked = node.outputs().len();
     let n = (n_stacked + carried.len()) as u32;
     let first = slots.new_values(n);
-    // An output in the slot of a carried value hides it.
+    // An output in the slot of a carried value hides the carried value.
     let results = node.outputs().iter().chain(node.carry().iter()).zip((first.0..).map(Value));
     for (tid, value) in results.collect::<Vec<_>>().into_iter().rev() {
         kept.tensors.insert(tid.idx(), value);
@@ -110,12 +110,12 @@ pub fn decode_scan(
 fn inside(slots: &mut Slots, index: usize, inner: &mut Inner<'_>) -> Result<Chain> {
     let chain = inner(slots, index)?;
     if chain.instructions.iter().any(|made| made.op.writes_cache()) {
-        fail!(Unsupported, "chain {index}, which does not run once a step, writes the cache");
+        fail!(Unsupported, "chain {index} writes the cache, but does not run exactly once a step");
     }
     Ok(chain)
 }
 
-/// Assigns a new value to each of these slots.
+/// Assigns a new value to each slot.
 fn write(slots: &mut Slots, tids: flatbuffers::Vector<'_, fb::Tid>) -> Result<Vec<Value>> {
     tids.iter()
         .map(|tid| match slots.write(tid)? {
@@ -134,8 +134,8 @@ fn unchanged(before: &SlotValues, after: &[&SlotValues]) -> SlotValues {
     same
 }
 
-/// Refuses a body that overwrites a slot that it reads, unless the slot is declared as carried: the next run would
-/// read another value. `known` are the declared slots.
+/// Refuses a body that overwrites a slot that it also reads, unless the slot is declared as carried: the next run
+/// would read another value. `known` are the declared slots.
 fn refuse_hidden_state(
     before: &SlotValues,
     unchanged: &SlotValues,

@@ -1,4 +1,4 @@
-//! Decodes a payload to [`ir`](crate::ir). Values are renamed so that each is written once.
+//! Decodes a payload to [`ir`](crate::ir). Values are renamed, so that each value is written once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,7 +83,7 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Ve
             let Some(&name) = names.get(&slot) else {
                 fail!(Program, "constant {slot} has no name");
             };
-            // Each constant with a repeated name would hold the same data again.
+            // Constants with the same name would hold the same data twice.
             if let Some(other) = named.insert(name, slot) {
                 fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
             }
@@ -115,7 +115,7 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
                     fail!(Program, "tensor {} is named by two inputs", slot.idx());
                 }
                 let meta = meta(graph, slot.idx())?;
-                // Only known dtypes pass, so running need not check them.
+                // Only known dtypes pass, so a run need not check the dtypes.
                 dtype_of(meta.scalar_type())?;
                 let value = slots.bind(slot.idx());
                 Ok(InputSpec::Tensor {
@@ -173,7 +173,8 @@ fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
     let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
         return Ok((Chain::default(), Vec::new()));
     };
-    // Inputs and buffers have no values yet. Values that the init chain writes to their slots are dropped after it.
+    // Inputs and buffers have no values yet. If the init chain writes values to their slots, the values are dropped
+    // after the chain.
     let before = slots.held().clone();
     let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
     let mut chain = chain(slots, graph, index, &mut ChainPosition::default())?;
@@ -214,13 +215,13 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
 /// The maximum depth of nested chains.
 const MAX_INSIDE: usize = 16;
 
-/// The maximum instructions of a program. A chain counts each time it is used.
+/// The maximum number of instructions of a program. The instructions of a chain count each time the chain is used.
 const MAX_INSTRUCTIONS: usize = 1 << 20;
 
-/// The maximum slots that are copied for nested chains.
+/// The maximum number of slots that are copied for nested chains.
 const MAX_COPIED: usize = 1 << 24;
 
-/// The position in the nested chains, and the totals so far.
+/// The enclosing chains at the current position, and the totals so far.
 #[derive(Default)]
 struct ChainPosition {
     /// The enclosing chains.

@@ -1,4 +1,4 @@
-//! From the payload in a `.pte` file to a graph.
+//! Converts the payload in a `.pte` file to a graph.
 
 mod control;
 pub mod decode;

@@ -13,15 +13,14 @@ const MAX_VERSION: u32 = 1;
 
 /// Verifies a payload and returns its program.
 ///
-/// # Errors
-/// [`Program`](Status::Program) for a payload that is damaged or foreign, and [`Version`](Status::Version)
-/// for one of a newer format.
+/// # Errors [`Program`](Status::Program) for a payload that is damaged or foreign, and [`Version`](Status::Version)
+/// for a payload of a newer format.
 pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     if payload.len() < HEADER {
         fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
     }
     if &payload[4..8] != MAGIC {
-        fail!(Program, "the payload is not one of the MLX delegate: its magic is not MLX0");
+        fail!(Program, "expected a payload of the MLX delegate: its magic is not MLX0");
     }
     let number = |at: usize| {
         payload[at..at + 8].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte))
@@ -52,10 +51,10 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
 /// Returns the verifier's limits for a flatbuffer of at most `n_bytes`. The verifier counts bytes each time they are
 /// referenced.
 ///
-/// The exporter references every table, list and name once. If a small payload referenced one many times, it could
-/// cause any amount of work and memory. So the bytes read are bounded by the payload's size. A table has at least 8
-/// bytes. A byte of the exporter's payload counts up to 5 times, because each table counts its list of fields, which
-/// tables share.
+/// The exporter references every table, list and name once. A small payload could reference a list many times, and
+/// cause any amount of work and memory. So the number of bytes read is bounded by the payload's size. A table has at
+/// least 8 bytes. A byte of the exporter's payload counts at most 5 times: tables share lists of fields, and a list
+/// counts once for each table.
 fn limits(n_bytes: usize) -> VerifierOptions {
     VerifierOptions {
         max_depth: 64,
@@ -70,7 +69,7 @@ fn check_version(version: Option<&str>) -> Result<()> {
         None => Ok(()),
         Some(Ok(number)) if number <= MAX_VERSION => Ok(()),
         Some(Ok(number)) => {
-            fail!(Version, "the program has format {number}, this build reads up to {MAX_VERSION}")
+            fail!(Version, "the program has format {number}, this build reads formats of at most {MAX_VERSION}")
         }
         Some(Err(_)) => {
             fail!(Program, "the program's format `{}` is not a number", version.unwrap_or_default())

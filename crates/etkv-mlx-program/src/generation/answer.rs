@@ -26,7 +26,7 @@ pub struct Answer {
     /// The prompt and the answer's tokens.
     pub text: Vec<i64>,
     pub n_prompt: usize,
-    /// The number of tokens of `text` that ran.
+    /// The number of tokens of `text` that have run.
     pub done: usize,
     /// The position of the first token.
     pub start: i32,
@@ -46,12 +46,12 @@ impl Answer {
         })
     }
 
-    /// The tokens of the answer so far.
+    /// Returns the tokens of the answer so far.
     pub fn n_answered(&self) -> usize {
         self.text.len() - self.n_prompt
     }
 
-    /// The position of token `n` of the text.
+    /// Returns the position of token `n` of the text.
     pub fn position(&self, n: usize) -> i32 {
         self.start.saturating_add(i32::try_from(n).unwrap_or(i32::MAX))
     }
@@ -60,16 +60,16 @@ impl Answer {
 /// Refuses prompts that cannot be answered at once.
 pub fn check_prompts(prompts: &[Prompt]) -> Result<()> {
     if prompts.is_empty() {
-        fail!(InvalidArgument, "there is no prompt to answer");
+        fail!(InvalidArgument, "expected at least one prompt, got none");
     }
     for (index, prompt) in prompts.iter().enumerate() {
         if prompt.tokens.is_empty() {
-            fail!(InvalidArgument, "prompt {index} has no tokens; it has at least one");
+            fail!(InvalidArgument, "prompt {index} has no tokens, expected at least one");
         }
         if prompts[..index].iter().any(|other| other.sequence == prompt.sequence) {
             fail!(
                 InvalidArgument,
-                "prompt {index} is the second for sequence {}; expected one for each",
+                "prompt {index} is the second for sequence {}; expected one prompt for each sequence",
                 prompt.sequence
             );
         }
@@ -82,6 +82,8 @@ pub fn next_position(cache: &MlxCache, sequence: i32) -> Result<i32> {
     match cache.sequences() {
         Some(cells) => Ok(cells.seq_next(sequence)?),
         None if sequence == 0 => Ok(cache.length()),
-        None => fail!(InvalidArgument, "the cache has one sequence, 0, and no sequence {sequence}"),
+        None => {
+            fail!(InvalidArgument, "the cache has no sequence {sequence}: it has one sequence, 0")
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Verification: the host runs a step, and the device chooses the next token of each of its tokens.
+//! Verification: the host runs a step, and for each token of the step the device chooses the next token.
 
 use super::last_rows;
 use super::sampler::{finite, Sampler};
@@ -8,8 +8,8 @@ use etkv::mlx;
 
 impl Program {
     /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the argmax of each
-    /// token's row of logits, the first of equals. The logits stay on the device: on a GPU, copying the logits of a
-    /// few tokens takes longer than verifying the tokens.
+    /// token's row of logits. Of equal logits, the first one counts. The logits stay on the device: on a GPU, copying
+    /// the logits of a few tokens takes longer than verifying the tokens.
     ///
     /// To verify a tree, pass its tokens in the order in which they were proposed. Declare a step of several
     /// sequences first.
@@ -36,7 +36,7 @@ impl Program {
             );
         }
         if let Some(most) = inputs.most.filter(|&most| n > most as usize) {
-            fail!(InvalidArgument, "a step of {n} tokens; the program takes 1 to {most}");
+            fail!(InvalidArgument, "expected a step of 1 to {most} tokens, got {n}");
         }
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;

@@ -26,10 +26,10 @@ pub struct Generation {
     sampler: Sampler,
     options: GenerationOptions,
     answers: Vec<Answer>,
-    /// The first token after each prompt that was read.
+    /// The first token after each prompt that has been read.
     firsts: Vec<ChosenTokens>,
     ahead: Option<PendingTokens>,
-    /// The error of tokens that could not be read. The answers cannot go on after it.
+    /// The error of tokens that could not be read. The answers cannot go on after this error.
     broken: Option<Error>,
     /// The maximum tokens of a step of a prompt.
     chunk: usize,
@@ -136,7 +136,7 @@ impl Generation {
         Ok(waiting)
     }
 
-    /// Runs the rest of the prompts, and returns the next token of each answer that has not ended. Empty once all
+    /// Runs the rest of the prompts, and returns the next token of each answer that has not ended: none once all
     /// answers have ended.
     ///
     /// # Errors
@@ -164,9 +164,8 @@ impl Generation {
         taken
     }
 
-    /// Rolls back the step that was enqueued ahead, if there is one. The cache then holds the prompts that
-    /// were read and the tokens of each answer except the last. [`next_tokens`](Self::next_tokens) goes on
-    /// from there.
+    /// Rolls back the step that was enqueued ahead, if there is one. The cache then holds the prompts that have been
+    /// read, and the tokens of each answer except the last. [`next_tokens`](Self::next_tokens) goes on from there.
     pub fn pause(&mut self) {
         let Some(number) = self.ahead.as_ref().and_then(|ahead| ahead.step) else {
             return;
@@ -231,7 +230,7 @@ pub(super) fn read(chosen: ChosenTokens) -> Result<Vec<i64>> {
         }
     };
     let ids = mlx.outside(|| chosen.wait()).and_then(|()| chosen.ids());
-    // Dropped before other threads may use MLX.
+    // The arrays are dropped before other threads may use MLX.
     drop(chosen);
     ids
 }

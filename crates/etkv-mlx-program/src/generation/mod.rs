@@ -2,7 +2,7 @@
 //!
 //! Async decode: the input of a step is the token that the previous step chose on the device. So the next step is
 //! enqueued before the host has read that token, and the device does not wait for the host. The step commits when the
-//! host requests the next token. If the host requests none, or the answer has ended, the step is rolled back: the
+//! host requests the next token. If the host requests none, or the answer has ended, the step is rolled back. The
 //! cache then holds all tokens that the host received except the last, as if the host had run each step itself.
 
 mod answer;

@@ -13,7 +13,7 @@ use etkv::mlx::{self, cast, slice_axis};
 pub struct ChosenTokens {
     /// Token ids, `[B]`, int32.
     pub tokens: Array,
-    /// `[B]`, float32: not finite if the logits are not finite.
+    /// `[B]`, float32: a number that is not finite if the logits of the row are not finite.
     witness: Array,
     /// An exclusive upper limit of the ids.
     pub below: i32,
@@ -174,8 +174,8 @@ impl Sampler {
         let mut p = softmax_axis(&logits, -1, true)?;
         if top_p < 1.0 {
             let sorted = sort_axis(&p, -1)?;
-            // Sorted in ascending order: the total minus the cumulative sum at a token is the weight of the more
-            // probable ones.
+            // Weights are in ascending order. The total minus the cumulative sum at a token is the weight of the more
+            // probable tokens.
             let sums = sorted.cumsum(-1, false, true)?;
             let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
             let kept = all.subtract(&sums)?.lt(Array::from_f32(top_p))?;
@@ -188,7 +188,7 @@ impl Sampler {
         }
         let sums = p.cumsum(-1, false, true)?;
         let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
-        // A parallel cumulative sum may grow at a dropped token, by rounding.
+        // By rounding, a parallel cumulative sum may grow at a dropped token.
         let passed = sums.gt(all.multiply(draws)?)?.logical_and(p.gt(&zero)?)?;
         let none = Array::from_int(vocabulary);
         let ids = arange::<_, i32>(0, vocabulary, None)?.reshape(&[1, vocabulary])?;

@@ -19,20 +19,20 @@ use etkv::kernels;
 use etkv::mlx::{self, Mlx};
 use etkv::MlxCache;
 
-/// Lengths of steps other than a prompt's: a token of an answer, and candidates to verify.
+/// The lengths of steps that read no prompt: a token of an answer, and candidates to verify.
 const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 
-/// The maximum tokens of a captured chain, for caches of trees: a token of an answer, and the number of candidates
-/// that is fastest in a text without repetition.
+/// The maximum tokens of a captured chain, for caches of trees: a token of an answer, and candidates. Their number is
+/// the fastest one in a text without repetition.
 const CHAIN: i32 = 7;
 
 /// Lengths of further captured steps, for caches of trees. A draft that is fed with hidden states reads a prompt in
-/// such steps; other programs read the end of a prompt; drafts read the tokens that were added since their last
-/// candidates. Each length has another plan, and together they use all kernels.
+/// such steps. Other programs read the end of a prompt in them, and drafts the tokens that were added since their
+/// last candidates. Each length has another plan. Together the lengths use all kernels.
 const READ: [i32; 3] = [16, 32, 64];
 
-/// The maximum candidates of a captured tree. Candidates of one level do not see each other, which needs another
-/// kernel for a few numbers of tokens.
+/// The maximum candidates of a captured tree. Candidates of one level do not see each other. For a few numbers of
+/// tokens this needs another kernel.
 const TREE: i32 = 9;
 
 /// The maximum tokens of a step of the warm-up.
@@ -53,15 +53,15 @@ impl WarmStep {
     }
 }
 
-/// Returns the lengths of the steps, up to `most`: those of [`FEW`], and those that
-/// [products](crate::ops::ROWS_THAT_RECUR) are padded to.
+/// Returns the lengths of the steps, at most `most`: the lengths in [`FEW`], and those to which
+/// [products](crate::ops::ROWS_THAT_RECUR) are padded.
 fn lengths(most: i32) -> BTreeSet<i32> {
     let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MAX);
     FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
 }
 
-/// Runs up to `steps` steps, and returns how many ran. Stops without an error before a step that the memory
-/// budget refuses.
+/// Runs at most `steps` steps, and returns how many ran. Stops without an error before a step that the memory budget
+/// refuses.
 fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result<usize> {
     for index in 0..steps {
         match run(index) {
@@ -77,7 +77,7 @@ fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result
 }
 
 impl Program {
-    /// On a GPU, runs steps of several lengths on the program's cache, if the cache is empty, rolls them back, and
+    /// On a GPU with an empty cache, runs steps of several lengths on the program's cache. Rolls the steps back, and
     /// frees the buffers that they needed. Calls `progress` before each step, and at the end, with the number of
     /// steps that ran and the total. Returns the number of steps that ran. It is 0 on a CPU, where the first run
     /// takes no longer than later ones, and for a program that is neither a language model nor a draft fed with
@@ -135,7 +135,8 @@ impl Program {
         };
         let ran = ran?;
         cleared?;
-        // After the cache is cleared, so that graphs contain the addresses of the first real steps' buffers.
+        // Graphs are captured after the cache is cleared, so that they contain the addresses of the first real steps'
+        // buffers.
         run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
         if cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full) {
             mlx.run(kernels::compile_masked)?;
@@ -190,14 +191,14 @@ impl Program {
             }
         }
         if cache.length() > 0 || captured.is_err() {
-            // Also undoes the conversion if a step reached `quantized_kv_start`.
+            // If a step reached `quantized_kv_start`, this also undoes the conversion.
             cache.clear(false)?;
         }
         captured
     }
 
-    /// Captures a step of a sequence from position 0 on, if possible. It captures graphs for hosts that read logits,
-    /// of text or of candidates, and for tokens that the device chooses.
+    /// Captures a step of a sequence that begins at position 0, if possible. It captures graphs for hosts that read
+    /// logits, of text or of candidates, and for tokens that the device chooses.
     fn capture_step(
         &self,
         mlx: &mut Mlx,
@@ -227,8 +228,8 @@ impl Program {
         Ok(())
     }
 
-    /// Captures steps of candidates after the text of sequence 0, if it has text: otherwise candidates have no keys
-    /// in common.
+    /// Captures steps of candidates after the text of sequence 0. Does nothing without a text: candidates would have
+    /// no keys in common.
     fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let text = cache.length();
         let kinds =
@@ -271,7 +272,7 @@ impl Program {
             cells.begin_step(&step.sequences)?;
         }
         let began = Instant::now();
-        // As in real steps: a few tokens may be candidates, for which all logits are needed.
+        // As in real steps, a few tokens may be candidates. These need all logits.
         let one_row = tokens.len() > FEW[FEW.len() - 1] as usize;
         let ran: Result<_> = loaded.stream.run(mlx, || {
             let tokens = Tokens::Host(&tokens);

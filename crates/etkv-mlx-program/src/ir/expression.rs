@@ -7,7 +7,7 @@ use super::{Binary, Unary};
 /// An element-wise function of some tensors, which broadcast.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Expression {
-    /// The operations, each after those that it reads. The last one is the result.
+    /// The operations. Each one follows the operations that it reads. The last one is the result.
     pub nodes: Vec<Node>,
 }
 
@@ -20,6 +20,6 @@ pub enum Node {
     Unary(Unary, usize),
     Binary(Binary, usize, usize),
     AsType(usize, Dtype),
-    /// Two nodes along an axis, which is the last one.
+    /// The concatenation of two nodes along the last axis.
     Concatenate([usize; 2], i32),
 }

@@ -86,7 +86,7 @@ pub enum Function {
         v: Fill,
         dtype: Dtype,
     },
-    /// The argument is a tensor with the shape of the result, and with its dtype if none is set.
+    /// The argument is a tensor with the shape of the result. If no dtype is set, the result has the tensor's dtype.
     FullLike {
         v: Fill,
         dtype: Option<Dtype>,
@@ -106,7 +106,7 @@ pub enum Function {
     /// The integers are the shape, then the strides.
     AsStrided {
         offset: u64,
-        /// The axes that the only reader of the result reduces; `None` if there are other readers.
+        /// The axes that the only reader of the result reduces; `None` if the result has other readers.
         reduced: Option<Vec<i32>>,
     },
     /// The integers are the shape.
@@ -115,7 +115,7 @@ pub enum Function {
     Flip {
         axes: Vec<i32>,
     },
-    /// The integers are the numbers of elements before and after, axis by axis.
+    /// The integers are the numbers of elements to add before and after each axis.
     Pad {
         mode: PadMode,
         value: f32,
@@ -181,8 +181,8 @@ pub enum Function {
         rhs: bool,
         sorted: bool,
     },
-    /// The arguments are `x`, packed rows and scales, then biases and indices that exist. The integer is that of
-    /// `GatherMm`.
+    /// The arguments are `x`, packed rows and scales, then biases and indices that exist. The integer is the same as
+    /// for `GatherMm`.
     GatherQmm {
         packing: Packing,
         transpose: bool,
@@ -214,7 +214,7 @@ pub enum Function {
         scale: f32,
         causal: bool,
         mask: bool,
-        /// Set by a pass: computes the last query only. The integer is the number of queries.
+        /// Set by a pass. Only the last query is computed. The integer is the number of queries.
         last_query: bool,
     },
 }
@@ -240,20 +240,20 @@ pub struct OneAxis {
 pub enum Fill {
     /// A constant of the exported program.
     Literal(f64),
-    /// The last of the call's integers.
+    /// The number is the last of the call's integers.
     Last,
 }
 
-/// The values around a padded tensor.
+/// How the elements around a padded tensor are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PadMode {
     /// A number.
     Constant,
-    /// The outermost elements.
+    /// The outermost elements are repeated.
     Edge,
 }
 
-/// A convolution of one, two or three dimensions, as many as there are strides.
+/// A convolution of one, two or three dimensions. The number of strides is the number of dimensions.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Convolution {

@@ -43,8 +43,8 @@ pub enum Int {
 pub enum Out {
     /// A tensor.
     Tensor(Value),
-    /// Several tensors: this value and the following ones. The number is their total. They are never outputs of a
-    /// chain.
+    /// Several tensors: this value and the following ones. The integer is the number of tensors. They are never
+    /// outputs of a chain.
     Tensors(Value, u32),
     /// An integer.
     Int(IntValue),
@@ -79,8 +79,8 @@ pub struct Constant {
     pub shape: Vec<i32>,
     /// Its dtype.
     pub dtype: Dtype,
-    /// Set by a pass: constants whose rows are appended to this one's. Each has the same shape except for the number
-    /// of rows. `shape` counts only the rows of this constant.
+    /// Set by a pass: constants whose rows follow the rows of this constant. All have the same shape except for the
+    /// number of rows. `shape` counts only the rows of this constant.
     pub joined: Vec<Constant>,
 }
 
@@ -135,7 +135,7 @@ pub struct Buffer {
 }
 
 impl Chain {
-    /// Calls `visit` with every tensor that the chain reads or writes. Of an instruction that writes several, only
+    /// Calls `visit` with every tensor that the chain reads or writes. If an instruction writes several tensors, only
     /// the first is visited.
     pub fn for_each_value(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         for instruction in &mut self.instructions {
@@ -182,7 +182,7 @@ pub struct Graph {
     pub inputs: Vec<InputSpec>,
     /// Runs once, when the program is loaded. Its outputs replace constants.
     pub init: Chain,
-    /// The constants that `init`'s outputs replace.
+    /// The constants that the outputs of `init` replace.
     pub init_targets: Vec<Value>,
     /// Runs at every call. Its outputs are those of the program, followed by the value of each buffer after
     /// the call.
@@ -212,7 +212,7 @@ impl Graph {
         Value(self.n_values - n)
     }
 
-    /// Replaces each value in `renamed` by another one wherever the main chain reads it.
+    /// Replaces each value in `renamed` by its new value wherever the main chain reads it.
     pub fn rename(&mut self, renamed: &HashMap<Value, Value>) {
         if renamed.is_empty() {
             return;

@@ -91,9 +91,9 @@ pub enum Index {
 /// The packing of affine-quantized rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Affine {
-    /// Elements that share a scale and a bias.
+    /// The number of elements that share a scale and a bias.
     pub group_size: i32,
-    /// Bits an element.
+    /// The number of bits of an element.
     pub bits: i32,
 }
 
@@ -102,7 +102,7 @@ pub struct Affine {
 pub struct Norm {
     /// The weight of each normalized feature.
     pub weight: Option<Value>,
-    /// The number that is added to the mean square.
+    /// The number to add to the mean square.
     pub eps: f32,
 }
 
@@ -111,11 +111,11 @@ pub struct Norm {
 pub struct Heads {
     /// The number of tokens of the product.
     pub tokens: Int,
-    /// Features of a head.
+    /// The number of features of a head.
     pub head_dim: i32,
-    /// The heads.
+    /// The number of heads.
     pub n: i32,
-    /// The boundaries between pieces: the number of heads before each.
+    /// The boundaries between pieces: the number of heads before each boundary.
     pub at: Vec<i32>,
     /// The number of heads that rotate: those of all pieces except the last.
     pub rotated: i32,
@@ -134,9 +134,9 @@ pub struct Scan {
     pub axis: i32,
     /// The tensors that are split along the axis.
     pub originals: Vec<Value>,
-    /// The body's value for each of `originals`: the element of this run.
+    /// The body's value for each tensor in `originals`: its element in this run.
     pub sliced: Vec<Value>,
-    /// The initial value of each of `inside`.
+    /// The initial value of each value in `inside`.
     pub carried: Vec<Value>,
     /// The body's values that the previous run computes.
     pub inside: Vec<Value>,
@@ -207,7 +207,7 @@ pub enum Op {
         shape: Vec<Int>,
         perm: Vec<i32>,
     },
-    /// Created by a pass: a transposition, then a reshape, in the same way.
+    /// Created by a pass: a transposition, then a reshape. One reshape is enough in the same case.
     TransposeReshape {
         x: Value,
         perm: Vec<i32>,
@@ -219,13 +219,13 @@ pub enum Op {
         x: Value,
         by: Option<Value>,
     },
-    /// Made by a pass: several element-wise operations. One kernel launch on a GPU.
+    /// Created by a pass: several element-wise operations. One kernel launch on a GPU.
     Elementwise {
         expression: Arc<Expression>,
         inputs: SmallVec<[Value; 4]>,
     },
-    /// Made by a pass: the RMS norm of `x`, computed in float32, times the weight of each feature, times the
-    /// one element of `scale`, and then rounded to `dtype`. One kernel launch on a GPU.
+    /// Created by a pass: the RMS norm of `x`, computed in float32, times the weight of each feature, times the
+    /// single element of `scale`, and then rounded to `dtype`. One kernel launch on a GPU.
     NormInFloat32 {
         x: Value,
         norm: Norm,
@@ -333,7 +333,7 @@ pub enum Op {
         periods: Value,
         dtype: Dtype,
     },
-    /// Created by a pass: the reciprocal of each element of a constant, in one axis.
+    /// Created by a pass: the reciprocal of each element of a constant, as a tensor of one axis.
     RotaryPeriods {
         inverse: Value,
     },
@@ -341,7 +341,7 @@ pub enum Op {
     LastToken {
         x: Value,
     },
-    /// Created by a pass: the same row in a run that needs only the last logits; all of `x` in other runs.
+    /// Created by a pass: the last row of `x` in a run that needs only the last logits; all of `x` in other runs.
     WantedRows {
         x: Value,
     },
@@ -358,10 +358,10 @@ pub enum Op {
         then: Box<Chain>,
         otherwise: Box<Chain>,
     },
-    /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
-    /// axis, and then the carried values after the last element.
+    /// A chain that runs for each element of an axis. The results are the outputs of the chain, each stacked along
+    /// that axis, followed by the carried values after the last element.
     Scan(Box<Scan>),
-    /// A Metal kernel, identified by its computation. It has one result for each shape.
+    /// A Metal kernel, identified by its computation. There is one result for each shape.
     MetalKernel {
         kernel: MetalKernel,
         inputs: Vec<Value>,

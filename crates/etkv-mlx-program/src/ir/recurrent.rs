@@ -20,7 +20,7 @@ pub struct RecurrentCall {
     pub tensors: SmallVec<[Value; 5]>,
     /// The positions of the tokens.
     pub position: Value,
-    /// The dtype of the result; `None` is that of the first operand.
+    /// The dtype of the result; `None` for the dtype of the first operand.
     pub out_dtype: Option<Dtype>,
 }
 

@@ -9,7 +9,7 @@ use crate::error::{fail, Result};
 use crate::ir::{Binary, Expression, Node, Unary};
 use crate::ops::frame::Frame;
 
-/// The activations, without and with a product.
+/// Compiled activations, without and with a product.
 static ACTIVATIONS: LazyLock<[(Unary, [Expression; 2]); 3]> = LazyLock::new(|| {
     [Unary::Silu, Unary::Gelu, Unary::GeluTanh].map(|function| {
         let alone = vec![Node::Input(0), Node::Unary(function, 0)];

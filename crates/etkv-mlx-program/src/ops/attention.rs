@@ -77,8 +77,8 @@ pub fn sdpa(slots: &mut Slots, node: fb::SdpaNode) -> Result<Instruction> {
     decode(slots, function, &tensors, Vec::new(), node.out())
 }
 
-/// Runs MLX's attention of `q`, `[B, n_heads, T, head_dim]`. With `last_query` the result is that of its
-/// last query, `[B, n_heads, 1, head_dim]`.
+/// Runs MLX's attention of `q`, `[B, n_heads, T, head_dim]`. With `last_query` only the last query is computed: `[B,
+/// n_heads, 1, head_dim]`.
 pub fn run_sdpa(
     arguments: &Arguments,
     scale: f32,
@@ -88,7 +88,7 @@ pub fn run_sdpa(
     let [q, k, v] = [0, 1, 2].map(|index| arguments.tensor(index));
     let (q, k, v) = (q?, k?, v?);
     if causal && mask {
-        fail!(Program, "attention is causal and has a mask; it may have one of the two");
+        fail!(Program, "expected causal attention or a mask, got both");
     }
     let mask = match mask {
         true => Some(arguments.tensor(3)?),
@@ -135,9 +135,13 @@ const TOKENS: usize = 2;
 
 /// Returns the last query of a step of `n` tokens.
 fn last_of(q: &Array, n: i32) -> Result<Array> {
-    // If queries broadcast or have another number of tokens, their last row is not that of the last token.
+    // If queries broadcast or have another number of tokens, their last row does not belong to the last token.
     if n < 1 || q.ndim() != 4 || q.dim(TOKENS as i32) != n {
-        fail!(Program, "queries of shape {:?} in a step of {n} tokens", q.shape());
+        fail!(
+            Program,
+            "cannot select the last query: queries have shape {:?}, in a step of {n} tokens",
+            q.shape()
+        );
     }
     slice_axis(q, TOKENS, n - 1, n, 1)
 }
@@ -172,7 +176,7 @@ pub fn run_update_and_attend(
     let n_tokens = frame.tensor(k)?.shape().get(TOKENS).copied();
     let queries = frame.tensor(q)?.shape();
     if queries.len() != 4 || queries.get(TOKENS).copied() != n_tokens {
-        fail!(Shape, "queries of shape {queries:?} for keys of {n_tokens:?} tokens");
+        fail!(Shape, "expected queries of {n_tokens:?} tokens, as many as keys, got {queries:?}");
     }
     let mut spec = frame.update_and_fetch(call.layer, k, v)?;
     let q = frame.tensor(q)?;
@@ -187,7 +191,7 @@ pub fn run_update_and_attend(
         // The last query sees everything.
         Mask::None | Mask::Causal => Mask::None,
         Mask::Explicit(mask) => {
-            // `[T, L]` or more axes; the queries are next to last.
+            // A mask has axes `[T, L]` or more; the axis of queries is the last but one.
             let queries = mask.ndim().saturating_sub(2);
             Mask::Explicit(slice_axis(&mask, queries, n - 1, n, 1)?)
         }

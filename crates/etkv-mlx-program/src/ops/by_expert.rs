@@ -1,6 +1,6 @@
 //! Products with selected weights on a CPU: one product for each selected weight, with all of its rows.
 //!
-//! MLX would multiply row by row, on one thread, and floats only in float32.
+//! MLX would multiply row by row on one thread, and would convert floats to float32.
 
 use mlx_rs::ops::{broadcast_to, concatenate};
 use mlx_rs::Array;
@@ -9,7 +9,7 @@ use super::shape::Sizes;
 use crate::error::{fail, Result};
 use etkv::mlx::slice_axis;
 
-/// The rows of a product, grouped by weight: an order in which the rows of each weight are adjacent, and the number
+/// The rows of a product, grouped by weight: an order in which rows of the same weight are adjacent, and the number
 /// of rows of each weight.
 #[derive(Debug, PartialEq, Eq)]
 struct Groups {
@@ -38,7 +38,7 @@ impl Groups {
 }
 
 /// Multiplies each matrix of `x`, `[..., M, in]`, by the weight that its index selects. The result is `[..., M,
-/// out]`, whose leading axes are `leading`, those of the indices. `product` multiplies rows, `[1, rows, in]`, by a
+/// out]`. Its leading axes are `leading`, the axes of the indices. `product` multiplies rows, `[1, rows, in]`, by a
 /// weight.
 pub fn multiply(
     x: &Array,

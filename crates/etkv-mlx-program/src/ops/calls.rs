@@ -26,7 +26,9 @@ impl<'a> Arguments<'a, '_> {
     pub fn tensor(&self, index: usize) -> Result<&'a Array> {
         match self.tensors.get(index) {
             Some(array) => Ok(array),
-            None => fail!(Internal, "a call has {} tensors, not {}", self.tensors.len(), index + 1),
+            None => {
+                fail!(Internal, "a call has {} tensors, expected {}", self.tensors.len(), index + 1)
+            }
         }
     }
 
@@ -34,7 +36,9 @@ impl<'a> Arguments<'a, '_> {
     pub fn int(&self, index: usize) -> Result<i32> {
         match self.ints.get(index) {
             Some(&number) => Ok(number),
-            None => fail!(Internal, "a call has {} integers, not {}", self.ints.len(), index + 1),
+            None => {
+                fail!(Internal, "a call has {} integers, expected {}", self.ints.len(), index + 1)
+            }
         }
     }
 }

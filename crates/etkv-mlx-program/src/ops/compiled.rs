@@ -1,9 +1,9 @@
-//! Element-wise expressions, as one kernel launch on a GPU.
+//! Computes element-wise expressions, each with one kernel launch on a GPU.
 //!
 //! On CUDA, etkv's own kernel computes an expression. MLX's `compile` would compile some thirty kernels for each,
-//! which takes seconds on a machine that has not run the expression before. On Metal, MLX's `compile` is used. It traces
-//! a function once for the dtypes and ranks of its arguments. A later call compares these and adds one node to the
-//! graph.
+//! which takes seconds on a machine that has not run the expression before. On Metal, MLX's `compile` is used: it
+//! traces a function once for the dtypes and ranks of its arguments. A later call compares these and adds one node to
+//! the graph.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -23,8 +23,8 @@ use crate::TARGET;
 use etkv::kernels::ElementwiseKernel;
 use etkv::mlx::{self, arrays, cast, check, Arrays};
 
-/// The maximum number of expressions that a process compiles, and of different types of the inputs of each. A
-/// program has a few.
+/// The maximum number of expressions that a process compiles, and of different input types for each. A program has a
+/// few.
 const MAX_COMPILED: usize = 256;
 const MAX_TYPES: usize = 8;
 
@@ -42,7 +42,8 @@ pub fn run(on_gpu: bool, expression: &Expression, inputs: &[&Array]) -> Result<A
     }
 }
 
-/// The kernels of an expression, by the types of its inputs: `None` if there is none. Kernels return these dtypes.
+/// The kernels of an expression, by the types of its inputs, with the dtype that each returns; `None` if there is no
+/// kernel.
 type Kernels = Vec<(SmallVec<[InputType; 4]>, Option<(ElementwiseKernel, Dtype)>)>;
 
 /// The kernels of all expressions. Use them only under the lock of MLX.
@@ -72,7 +73,7 @@ fn by_kernel(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>
             None => Ok(None),
         };
     }
-    // A prompt of no tokens, for example, would show nothing.
+    // An empty result, such as that of a prompt without tokens, would show nothing.
     if kernels.len() >= MAX_TYPES || shape.contains(&0) {
         return Ok(None);
     }
@@ -156,7 +157,7 @@ impl Compiled {
             let traced =
                 mlx_sys::mlx_closure_new_func_payload(Some(trace), expression.cast(), None);
             let mut compiled = mlx_sys::mlx_closure_new();
-            // For any shape, so that a prompt is not compiled again.
+            // The function is compiled for any shape, so that a prompt is not compiled again.
             let status = check(mlx_sys::mlx_compile(&mut compiled, traced, true));
             mlx_sys::mlx_closure_free(traced);
             status.map(|()| Self(compiled))
@@ -179,8 +180,8 @@ impl Compiled {
 
 /// Computes an expression with placeholders as inputs. MLX records the operations.
 ///
-/// Recorded operations keep their stream, and the stream of the current call may be gone at the next call. So they
-/// are recorded on the shared stream, which lives until the process ends.
+/// Recorded operations keep their stream, and the stream of the current call may be gone at the next call. So
+/// operations are recorded on the shared stream, which lives until the process ends.
 ///
 /// # Safety
 /// Both lists are live, and `expression` is an [`Expression`].
@@ -266,7 +267,7 @@ mod tests {
             for dtype in [Dtype::Float32, Dtype::Bfloat16] {
                 let (x, y) = (x.as_dtype(dtype)?, y.as_dtype(dtype)?);
                 for function in [Unary::Silu, Unary::Gelu, Unary::GeluTanh] {
-                    // The function itself, not compiled: on the CPU that would need a C++ compiler.
+                    // Calls the function directly: on the CPU, compiling it would need a C++ compiler.
                     let mut expression = activation(function);
                     let (inputs, mut results) = (Arrays::of([&x, &y]), Arrays::empty());
                     let payload = (&raw mut expression).cast();

@@ -82,9 +82,9 @@ fn check(convolution: &Convolution) -> Result<()> {
     Ok(())
 }
 
-/// Checks the sizes of MLX's intermediates, because MLX computes sizes in 32 bits: the padded input, which a
-/// transposed convolution also spreads by its strides; the result; and on a CPU the copied input, a row for each
-/// element of the result.
+/// Checks the sizes of MLX's intermediates, because MLX computes sizes in 32 bits. These are the padded input (a
+/// transposed convolution also spreads it by its strides), the result, and on a CPU the copied input, with a row for
+/// each element of the result.
 fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, .. } = convolution;
     let (rank, channels) = (stride.len(), x.dim(-1));
@@ -108,7 +108,7 @@ fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) ->
         if made_size < 1 {
             fail!(
                 Program,
-                "a convolution of {:?} with {:?} has no element: {convolution:?}",
+                "expected a convolution with at least one element, got {:?} with {:?}: {convolution:?}",
                 x.shape(),
                 w.shape()
             );
@@ -128,15 +128,14 @@ fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) ->
         Some(rows) if on_gpu || rows <= most => Ok(()),
         _ => fail!(
             Program,
-            "a convolution of {:?} with {:?} needs more than {most} bytes: {convolution:?}",
+            "expected a convolution of at most {most} bytes, got {:?} with {:?}: {convolution:?}",
             x.shape(),
             w.shape()
         ),
     }
 }
 
-/// The maximum bytes of the copied input rows of a convolution on a CPU, as a multiple of the maximum bytes of a
-/// tensor.
+/// The maximum bytes of the copied input rows of a convolution on a CPU, divided by the maximum bytes of a tensor.
 const ROWS: usize = 4;
 
 /// Runs a convolution of `x`, `[N, ..., C]`, with `w`, `[O, ..., C / groups]`.

@@ -36,7 +36,7 @@ fn fill(slots: &Slots, v: fb::FloatOrVid, ints: &mut Vec<Int>) -> Result<Fill> {
         return Ok(Fill::Literal(v.literal()));
     }
     let Some(vid) = v.vid() else {
-        fail!(Program, "a number refers to no value");
+        fail!(Program, "expected a number or a value, got neither");
     };
     ints.push(Int::Value(slots.read_int(vid)?));
     Ok(Fill::Last)
@@ -63,7 +63,7 @@ pub fn run_arange(arguments: &Arguments, dtype: Dtype) -> Result<Array> {
     let [start, stop, step] = [0, 1, 2].map(|index| arguments.int(index).map(i64::from));
     let (start, stop, step) = (start?, stop?, step?);
     if step == 0 {
-        fail!(Program, "a range has steps of 0");
+        fail!(Program, "expected a range with a step other than 0");
     }
     let n = ((stop - start + step - step.signum()) / step).max(0);
     check_size(&[n.min(i64::from(i32::MAX)) as i32], dtype)?;
@@ -120,7 +120,7 @@ pub fn run_random_bits(arguments: &Arguments, width: i32, seed: bool) -> Result<
     };
     check_size(shape, Dtype::Uint32)?;
     let key = seed.map(|seed| {
-        // Keeps the bits of the seed, as ExecuTorch does.
+        // The seed keeps its bits, as in ExecuTorch.
         let seed = i64::from(seed) as u64;
         // SAFETY: the handle is empty, and the call sets it or leaves it empty.
         unsafe {

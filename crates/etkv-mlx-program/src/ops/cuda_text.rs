@@ -1,4 +1,4 @@
-//! Expressions as texts of CUDA.
+//! Writes expressions as CUDA source text.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::ir::{Binary, Expression, Node, Unary};
 
-/// The properties of an input that a text depends on.
+/// The properties of an input on which the text of an expression depends.
 pub type InputType = (Dtype, usize);
 
 /// The text of an expression.
@@ -18,8 +18,8 @@ pub struct KernelText {
     pub dtype: Dtype,
 }
 
-/// Returns the text of an expression of inputs of these types, or `None` if it has functions or dtypes that this
-/// generator does not support.
+/// Returns the text of an expression for inputs of these types, or `None` if the expression has functions or dtypes
+/// that this generator does not support.
 pub fn text(expression: &Expression, inputs: &[InputType]) -> Option<KernelText> {
     let mut generator = Generator { expression, inputs, body: String::new(), n_variables: 0 };
     let root = expression.nodes.len().checked_sub(1)?;
@@ -121,8 +121,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Computes a node at the given indices, one for each axis of the result. Returns the variable, a float that
-    /// its dtype holds, and the dtype.
+    /// Computes a node at the given indices, one for each axis of the result. Returns the dtype of the node, and the
+    /// variable: a float whose value the dtype can hold.
     fn value(&mut self, node: usize, indices: &[String]) -> Option<(String, Dtype)> {
         let (value, dtype) = match self.expression.nodes[node] {
             Node::Input(index) => {
@@ -232,7 +232,7 @@ fn unary_name(function: Unary) -> Option<&'static str> {
     })
 }
 
-/// Returns whether expressions may have a function: whether this generator supports it.
+/// Returns whether this generator supports a function, so that expressions may have it.
 pub fn supports_unary(function: Unary) -> bool {
     unary_name(function).is_some()
 }

@@ -69,8 +69,8 @@ fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> 
     check_range(arguments.frame, arguments.values[index], n)
 }
 
-/// Returns the indices of weights and the shape of the indices, if each selected weight is multiplied separately.
-/// This is so on a CPU, for weights along one axis.
+/// Returns the indices of weights and the shape of the indices, if each selected weight is multiplied separately: on
+/// a CPU, for weights along one axis.
 fn chosen<'a>(
     arguments: &Arguments<'a, '_>,
     index: usize,
@@ -89,20 +89,20 @@ fn chosen<'a>(
     Ok(Some((read, indices.shape())))
 }
 
-/// Returns one matrix of many.
+/// Returns one matrix of a stack.
 fn matrix(matrices: &Array, index: i32) -> Result<Array> {
     Ok(slice_axis(matrices, 0, index, index + 1, 1)?.squeeze_axes(&[0])?)
 }
 
-/// Returns indices, if there are any, in the dtype that MLX's products require. MLX itself would convert them on its
-/// default stream. On an NVIDIA GPU it would then wait forever, because nothing starts the work of that stream.
+/// Returns indices, if there are any, in the dtype that MLX's products require. MLX itself would convert indices on
+/// its default stream. On an NVIDIA GPU it would then wait forever, because nothing starts the work of that stream.
 fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Array>> {
     given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
 }
 
-/// Returns rows in a layout that MLX's products accept. MLX treats a single row as a column if its axis is
-/// new, because the strides allow both, and a kernel for NVIDIA GPUs then reads 16 bytes at an unaligned
-/// address.
+/// Returns rows in a layout that MLX's products accept. If the axis of a single row is new, its strides are also
+/// those of a column, and MLX treats the row as a column. A kernel for NVIDIA GPUs then reads 16 bytes at an
+/// unaligned address.
 fn as_rows(rows: Array) -> Result<Array> {
     match *rows.shape() {
         [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
@@ -129,7 +129,7 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     if !is_float(a.dtype()) || !is_float(b.dtype()) {
         fail!(Program, "expected products of floats, got {:?} and {:?}", a.dtype(), b.dtype());
     }
-    // On a CPU, MLX multiplies only float32 in this way, and converts all of both operands in each call.
+    // On a CPU, MLX multiplies only float32 in this way. Each call would convert both operands completely.
     let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
     let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
     let (a, b) = (as_rows(cast(a, wide)?)?, cast(b, wide)?);

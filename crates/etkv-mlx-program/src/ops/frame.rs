@@ -28,8 +28,8 @@ pub struct Frame<'c, 's> {
     /// An exclusive upper limit of the elements of each value, if no element is negative; 0 if unknown. Empty until a
     /// limit is known.
     limits: Vec<i32>,
-    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and the abort would
-    /// have to copy buffers that live views share.
+    /// This field follows the tensors, so that it is dropped after them. Dropping a step aborts it. If views were
+    /// still alive, the abort would have to copy the buffers that they share.
     step: StepState<'s>,
 }
 
@@ -91,7 +91,7 @@ impl<'c, 's> Frame<'c, 's> {
         };
         match found {
             Some(array) => Ok(array),
-            None => fail!(Internal, "value {index} is read before it is made"),
+            None => fail!(Internal, "value {index} is read before it is computed"),
         }
     }
 
@@ -109,7 +109,7 @@ impl<'c, 's> Frame<'c, 's> {
     pub fn int_value(&self, value: IntValue) -> Result<i32> {
         match self.ints.get(value.0 as usize).copied().flatten() {
             Some(number) => Ok(number),
-            None => fail!(Internal, "integer {} is read before it is made", value.0),
+            None => fail!(Internal, "integer {} is read before it is computed", value.0),
         }
     }
 
@@ -133,13 +133,14 @@ impl<'c, 's> Frame<'c, 's> {
         self.host.push((value, numbers));
     }
 
-    /// Returns the elements of an integer input, or `None` if `value` is another value.
+    /// Returns the elements of an integer input, or `None` if `value` is not an integer input.
     pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
         let found = self.host.iter().rfind(|(of, _)| *of == value);
         found.map(|(_, numbers)| &numbers[..])
     }
 
-    /// Records that the elements of a value are at least 0 and below `limit`; `None` if their range is unknown.
+    /// Records that the elements of a value are at least 0 and below `limit`. A `limit` of `None` means that their
+    /// range is unknown.
     pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
         if self.limits.is_empty() {
             if limit.is_none() {
@@ -155,8 +156,8 @@ impl<'c, 's> Frame<'c, 's> {
         self.limits.get(value.0 as usize).copied().filter(|&limit| limit > 0)
     }
 
-    /// Opens the step with the positions in `position`, at the first layer. Later layers must have
-    /// the same positions.
+    /// At the first layer, opens the step with the positions in `position`. Later layers must have the same
+    /// positions.
     pub fn begin_step(&mut self, position: Value) -> Result<()> {
         if matches!(self.step, StepState::Open(_, opened, _) if opened == position) {
             return Ok(());
@@ -184,13 +185,13 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are already on the host. For other
-    /// values this waits until they are computed.
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Positions that are an input are already on the host.
+    /// For other values this waits until they are computed.
     fn positions(&self, position: Value) -> Result<Positions> {
         let array = self.tensor(position)?;
         let shape = array.shape();
         if !matches!(shape, [_] | [_, 1]) {
-            fail!(Shape, "positions have shape {shape:?}, they may be [T] or [T, 1]");
+            fail!(Shape, "expected positions of shape [T] or [T, 1], got {shape:?}");
         }
         let computed;
         let numbers = match self.host_ints(position) {
@@ -205,7 +206,7 @@ impl<'c, 's> Frame<'c, 's> {
             .iter()
             .map(|&number| match i32::try_from(number) {
                 Ok(position) => Ok(position),
-                Err(_) => fail!(Position, "position {number} is past 32 bits"),
+                Err(_) => fail!(Position, "expected a position within 32 bits, got {number}"),
             })
             .collect()
     }
@@ -219,7 +220,8 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Calls `work` with the rows and states that a recurrent layer reads, and writes those that `work` returns.
+    /// Calls `work` with the rows and states that a recurrent layer reads. Writes the rows and states that `work`
+    /// returns.
     pub fn update_recurrent(
         &mut self,
         layer: usize,
@@ -237,7 +239,9 @@ impl<'c, 's> Frame<'c, 's> {
             .iter()
             .map(|out| match *out {
                 Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone())),
-                Out::Tensors(..) => fail!(Internal, "an output of a chain is several tensors"),
+                Out::Tensors(..) => {
+                    fail!(Internal, "expected one tensor as an output of a chain, got several")
+                }
                 Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
             })
             .collect::<Result<Outputs>>()?;
@@ -306,7 +310,7 @@ impl Output {
     pub fn give(&self, mlx: &mut Mlx, index: usize, host: &mut dyn Host) -> Result<()> {
         match self {
             Self::Tensor(array) => {
-                // Without the lock of MLX: the host may log a refusal, and wait for other threads.
+                // The lock of MLX is not held: the host may log a refusal, and wait for other threads.
                 let (shape, n_bytes) = (array.shape(), array.nbytes());
                 let memory = mlx.outside(|| host.place(index, shape, n_bytes))?;
                 mlx.copy_to(array, memory)

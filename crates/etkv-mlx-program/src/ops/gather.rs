@@ -60,8 +60,8 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         if !(0..x.ndim() as i32).contains(&axis) {
             fail!(Program, "expected an axis from 0 to {}, got {axis}", x.ndim() as i32 - 1);
         }
-        // A slice starts at its index. For a negative index, MLX starts that far before the end of the axis, so the
-        // slice may run past the end.
+        // A slice starts at its index. MLX counts a negative index from the end of the axis, so the slice could run
+        // past the end.
         let (frame, value) = (arguments.frame, arguments.values[index + 1]);
         match slice_sizes[axis as usize] {
             ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,
@@ -205,7 +205,7 @@ fn check_along_axis(x: &Array, indices: &Array, axis: i32) -> Result<()> {
                 || x.dim(other) == 1
         });
     if !fits {
-        fail!(Program, "indices of shape {:?} do not fit {:?}", indices.shape(), x.shape());
+        fail!(Program, "cannot use indices of shape {:?} with {:?}", indices.shape(), x.shape());
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A product whose features are heads, some of which rotate: queries, keys and values.
+//! A product whose features are the heads of queries, keys and values. Some heads rotate.
 
 use mlx_rs::Array;
 
@@ -58,7 +58,7 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
         fail!(Internal, "{} of {} heads rotate", heads.rotated, heads.n);
     };
     let rotated = cast(&rotary(rotated, positions, periods)?, heads.dtype)?;
-    // The boundaries between heads that rotate. The others come after them.
+    // The boundaries between heads that rotate. Heads that do not rotate come after them.
     let inside = heads.at.partition_point(|&at| at < heads.rotated);
     let mut pieces = split(&rotated, &heads.at[..inside], heads.rotated)?;
     if let Some(still) = &still {

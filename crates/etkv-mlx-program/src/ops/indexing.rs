@@ -54,8 +54,8 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// Checks indices, because MLX does not check an index past the end. Indices of an input, such as tokens, are on the
-/// host. For others this waits until they are computed.
+/// Checks indices, because MLX does not check an index past the end. Indices that are an input, such as tokens, are
+/// on the host. For other indices this waits until they are computed.
 pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     check_between(frame, index, 0, size)
 }
@@ -89,7 +89,7 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
     }
     let dtype = frame.tensor(index)?.dtype();
     if dtype == Dtype::Bool || !is_integer(dtype) {
-        fail!(Program, "expected indices of integers, got {}", dtype::name(dtype));
+        fail!(Program, "expected indices of an integer dtype, got {}", dtype::name(dtype));
     }
     let (least, most) = match frame.host_ints(index) {
         Some(indices) => (indices.iter().min().copied(), indices.iter().max().copied()),
@@ -105,7 +105,7 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
                     .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))
             };
             let (least, most) = (indices.min(None)?, indices.max(None)?);
-            // Computes both in one wait.
+            // Both bounds are computed with one wait.
             eval([&least, &most])?;
             (one(least)?, one(most)?)
         }

@@ -40,7 +40,7 @@ pub fn run_item(x: &Array) -> Result<i32> {
     let number = mlx::elements::<i64>(&x.as_dtype(Dtype::Int64)?.contiguous()?)?[0];
     match i32::try_from(number) {
         Ok(number) => Ok(number),
-        Err(_) => fail!(Program, "the element {number} is past 32 bits"),
+        Err(_) => fail!(Program, "expected an element within 32 bits, got {number}"),
     }
 }
 
@@ -51,7 +51,7 @@ pub fn run(function: IntBinary, a: i32, b: i32) -> Result<i32> {
         IntBinary::Multiply => wide_a * wide_b,
         IntBinary::Subtract => wide_a - wide_b,
         IntBinary::FloorDivide | IntBinary::Modulo if b == 0 => {
-            fail!(Program, "{a} is divided by zero")
+            fail!(Program, "cannot divide {a} by 0")
         }
         IntBinary::FloorDivide => {
             let towards_zero = wide_a / wide_b;
@@ -62,7 +62,10 @@ pub fn run(function: IntBinary, a: i32, b: i32) -> Result<i32> {
     };
     match i32::try_from(result) {
         Ok(result) => Ok(result),
-        Err(_) => fail!(Program, "{function:?} of {a} and {b} is {result}, past 32 bits"),
+        Err(_) => fail!(
+            Program,
+            "expected a result within 32 bits, got {result} for {function:?} of {a} and {b}"
+        ),
     }
 }
 

@@ -10,16 +10,16 @@ use crate::error::{fail, Result};
 use crate::ir::Op;
 use crate::ops::frame::Frame;
 
-/// The maximum bytes of one tensor, in addition to those of the tensors that it is computed from. ExecuTorch has the
-/// same limit.
+/// The maximum bytes by which a tensor may exceed the tensors from which it is computed. ExecuTorch has the same
+/// limit.
 static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
-/// Returns the maximum bytes of a program's tensor, in addition to those of the tensors that it is computed from.
+/// Returns the maximum bytes by which a program's tensor may exceed the tensors from which it is computed.
 pub fn max_bytes() -> usize {
     MAX_BYTES.load(Ordering::Relaxed)
 }
 
-/// Sets the maximum bytes of a tensor, for tests with less memory.
+/// Sets that maximum, for tests with less memory.
 #[doc(hidden)]
 pub fn set_max_bytes(bytes: usize) {
     MAX_BYTES.store(bytes, Ordering::Relaxed);

@@ -142,7 +142,7 @@ pub fn linear(linear: &Product) -> Result<Array> {
     let axis = usize::from(transposed);
     let outputs = weight.shape().get(axis).copied().unwrap_or_default();
     let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
-    // float32 is multiplied by a BLAS, which uses several threads itself.
+    // A BLAS multiplies float32, and uses several threads itself.
     if x.dtype() != Dtype::Float32 && cuts {
         let shared = mlx::shared(outputs, x.size() as i64, |range| {
             let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
@@ -172,12 +172,12 @@ fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> R
     }
 }
 
-/// Rows are padded to half of this number or to a multiple of it, if there are more than the
-/// [kernel](kernels::few_rows) supports. cuBLAS needs 3 ms for each weight and each new number of rows to choose an
-/// algorithm, so few numbers should occur.
+/// If there are more rows than the [kernel](kernels::few_rows) supports, they are padded to half of this number or to
+/// a multiple of it. cuBLAS needs 3 ms for each weight and each new number of rows to choose an algorithm, so few
+/// numbers should occur.
 pub const ROWS_THAT_RECUR: i32 = 64;
 
-/// Returns the number of rows to pad `x`, `[1, T, in]`, with: 0 on a CPU.
+/// Returns the number of rows to add to `x`, `[1, T, in]`: 0 on a CPU.
 fn rows_to_add(x: &Array) -> Result<i32> {
     let is_one = x.ndim() == 3 && x.dim(0) == 1;
     if cfg!(target_os = "macos") || !is_one || !mlx::is_stream_on_gpu()? {
@@ -186,7 +186,7 @@ fn rows_to_add(x: &Array) -> Result<i32> {
     Ok(lacking(x.dim(1)))
 }
 
-/// Returns the number of rows to pad `rows` rows with, at most `rows`.
+/// Returns the number of rows to add to `rows` rows, at most `rows`.
 fn lacking(rows: i32) -> i32 {
     match rows {
         ..=kernels::MAX_ROWS => 0,
@@ -195,8 +195,8 @@ fn lacking(rows: i32) -> i32 {
     }
 }
 
-/// Calls `work` with `x`, `[1, T, in]`, padded by its first `more` rows, at most `T`. Returns the part of the result
-/// for the rows of `x`.
+/// Calls `work` with `x`, `[1, T, in]`, followed by a copy of its first `more` rows, at most `T`. Returns the part of
+/// the result for the rows of `x`.
 fn with_rows(x: &Array, more: i32, work: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
     let n = x.dim(1);
     let out = work(&concatenate(&[x, &slice_axis(x, 1, 0, more, 1)?], 1)?)?;

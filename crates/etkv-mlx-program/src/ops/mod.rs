@@ -1,7 +1,7 @@
-//! The operations: decoding and running each.
+//! Decodes and runs operations.
 //!
-//! A new operation needs a line in the decoding table, and a function that decodes it. An operation that passes
-//! inspect becomes a variant of [`Op`] with an arm in [`run`]; any other becomes a [`Function`](crate::ir::Function)
+//! A new operation needs a line in the decoding table, and a function that decodes it. If passes inspect the
+//! operation, it is a variant of [`Op`] with an arm in [`run`]. Otherwise it is a [`Function`](crate::ir::Function)
 //! with an arm in `calls`.
 
 mod activation;
@@ -224,8 +224,8 @@ decoding! {
     WhereNode: op_as_where_node => compare::choose,
 }
 
-/// Decodes an instruction. The result is usually one operation. It is empty for an instruction that only renames, and
-/// has one operation for each output of a split.
+/// Decodes an instruction. The result is usually one operation. An instruction that only renames has none, and a
+/// split has one for each output.
 pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
         return Ok(Vec::new());
@@ -380,7 +380,8 @@ fn ints(
     list.iter().map(|argument| slots.int(argument)).collect()
 }
 
-/// Returns the layer of the node `name`. The schema cannot make scalars required, so they are optional there.
+/// Returns the layer of the node `name`. Scalars are optional in the schema, because flatbuffers has no required
+/// scalars.
 fn layer_id(name: &str, layer: Option<i32>) -> Result<usize> {
     let Some(layer) = layer else {
         fail!(Program, "expected a layer_id of {name}, got none");

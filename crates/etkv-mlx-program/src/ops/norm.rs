@@ -47,7 +47,7 @@ pub fn run_layer_norm(
     Ok(mlx_rs::fast::layer_norm(frame.tensor(x)?, weight, bias, eps)?)
 }
 
-/// Returns the norm of `x` in float32, times the one element of `scale`, in `dtype`.
+/// Returns the norm of `x`, computed in float32, times the single element of `scale`, in `dtype`.
 pub fn run_in_float32(
     frame: &Frame,
     x: Value,

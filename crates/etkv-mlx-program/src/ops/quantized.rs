@@ -104,7 +104,7 @@ pub fn run_quantized_matmul(
         biases: frame.tensor(biases)?,
         packing,
     };
-    // [..., features] times the rows of a weight, as in a linear layer.
+    // Multiplies `[..., features]` by the rows of a weight, as in a linear layer.
     let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
     let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
         return packed_product(x, &packed, transpose);
@@ -121,8 +121,8 @@ pub fn run_quantized_matmul(
     Ok(product.reshape(&shape)?)
 }
 
-/// Multiplies by MLX's packed product, except for weights with one group per row: their product with several rows is
-/// wrong on CUDA, for 8 bits with 64 features and 4 bits with 128 features (MLX 0.32.2).
+/// Multiplies by MLX's packed product, except for weights with one group per row. On CUDA, MLX's product of such
+/// weights with several rows is wrong, for 8 bits with 64 features and 4 bits with 128 features (MLX 0.32.2).
 fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
     if rows > 1 && groups == 1 {
@@ -131,12 +131,12 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     packed_product(x, packed, true)
 }
 
-/// The elements of a weight that fit the caches of an x86-64 processor in float32: 32 MB.
+/// The maximum elements of a weight that, in float32, fit the caches of an x86-64 processor: 32 MB.
 const CACHED_ELEMENTS: i64 = 8 << 20;
 
 /// Multiplies `[1, rows, in]`. MLX's packed product on the CPU unpacks the weight for each row, and is an order of
-/// magnitude slower in half precision than in float32. For a few rows it is used in float32. For more rows, unpacking
-/// the weight once and multiplying is faster.
+/// magnitude slower in half precision than in float32. For a few rows the packed product is used, in float32. For
+/// more rows, unpacking the weight once and multiplying is faster.
 ///
 /// The limit was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and 8 bits (`cargo bench -p
 /// etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6 to 8 in half

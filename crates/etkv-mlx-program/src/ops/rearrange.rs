@@ -137,9 +137,9 @@ fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
     })
 }
 
-/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly. On a CPU it computes as many
-/// results at once as the smallest stride of a reduced axis. So that many elements must be contiguous in the last
-/// axes, none of which may be reduced.
+/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly. On a CPU, MLX computes several
+/// results at once: their number is the smallest stride of a reduced axis. So that many elements must be contiguous
+/// in the last axes, and none of these axes may be reduced.
 fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     let rank = shape.len() as i32;
     let is_reduced = |axis: i32| {
@@ -165,7 +165,8 @@ fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     false
 }
 
-/// Returns a view of `x`, read as a contiguous array, with any strides. Checks the bounds, because MLX does not.
+/// Returns a view with any strides of the elements of `x` in row-major order. Checks the bounds, because MLX does
+/// not.
 pub fn run_as_strided(
     arguments: &Arguments,
     offset: u64,
@@ -268,7 +269,7 @@ pub fn run_pad(arguments: &Arguments, mode: PadMode, value: f32) -> Result<Array
         PadMode::Edge => (c"edge", 0.0),
     };
     if mode == c"edge" && x.size() == 0 {
-        fail!(Program, "{:?} has no edge to repeat", x.shape());
+        fail!(Program, "cannot pad {:?} with its edges: an axis has no element", x.shape());
     }
     let value = Array::from_f32(value);
     let n = axes.len();
@@ -339,7 +340,7 @@ pub fn run_stack(arguments: &Arguments, axis: i32) -> Result<Array> {
 
 pub fn run_tile(arguments: &Arguments) -> Result<Array> {
     let (x, reps) = (arguments.tensor(0)?, &arguments.ints);
-    // The shorter one gets leading axes with one element.
+    // The shape with fewer axes gets leading axes of one element.
     let rank = x.ndim().max(reps.len());
     let at = |list: &[i32], index: usize| match (index + list.len()).checked_sub(rank) {
         Some(index) => list[index],

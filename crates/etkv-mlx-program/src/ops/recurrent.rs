@@ -22,7 +22,7 @@ pub fn update_and_convolve(
     let activation = match node.activation() {
         "silu" => Activation::Silu,
         "none" => Activation::None,
-        other => fail!(Unsupported, "{name} of layer {layer} has activation `{other}`"),
+        other => fail!(Unsupported, "unknown activation `{other}` of {name} of layer {layer}"),
     };
     let [channels, width] =
         sizes(name, layer, [("channels", node.channels()), ("width", node.width())])?;
@@ -126,11 +126,11 @@ pub fn run(frame: &mut Frame, call: &RecurrentCall) -> Result<Array> {
     }
     match made {
         Some(out) => Ok(out),
-        None => fail!(Internal, "the cache computes no {}", call.kind()),
+        None => fail!(Internal, "the cache cannot compute a {}", call.kind()),
     }
 }
 
-/// Checks that operands have the sizes that the program declares: the shape of a convolution's weight, or those
+/// Checks that operands have the sizes that the program declares: the shape of a convolution's weight, or the shapes
 /// of a recurrence's keys and values.
 fn check(call: &RecurrentCall, shapes: [&[i32]; 2]) -> Result<()> {
     let fits = match (call.config, shapes) {

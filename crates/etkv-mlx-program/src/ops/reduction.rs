@@ -87,7 +87,11 @@ fn axes_of(x: &Array, over: &Reduction) -> Result<Vec<i32>> {
     for &axis in &over.axes {
         let axis = normalize_axis(axis, x.ndim())? as i32;
         if axes.contains(&axis) {
-            fail!(Program, "axis {axis} is reduced twice: {:?}", over.axes);
+            fail!(
+                Program,
+                "expected each axis to be reduced once, got axis {axis} twice: {:?}",
+                over.axes
+            );
         }
         axes.push(axis);
     }
@@ -95,7 +99,7 @@ fn axes_of(x: &Array, over: &Reduction) -> Result<Vec<i32>> {
 }
 
 /// Returns the tensor to reduce. Replaces an empty tensor by a contiguous one: on a CPU, MLX (0.32.2) reads the
-/// strides of an empty view, which may not exist.
+/// strides of an empty view, and these may not exist.
 fn reduced(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
     Ok(if x.size() == 0 { zeros_dtype(x.shape(), x.dtype())? } else { x.clone() })
@@ -149,7 +153,7 @@ pub fn run_place(function: &Function, over: OneAxis, arguments: &Arguments) -> R
     let x = arguments.tensor(0)?;
     let axis = normalize_axis(over.axis, x.ndim())? as i32;
     if x.dim(axis) == 0 {
-        fail!(Program, "axis {axis} of {:?} has no element", x.shape());
+        fail!(Program, "expected at least one element in axis {axis} of {:?}, got none", x.shape());
     }
     let work = match function {
         Function::Argmax(_) => mlx_sys::mlx_argmax_axis,

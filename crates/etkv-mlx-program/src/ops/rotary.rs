@@ -18,7 +18,7 @@ pub fn rope(slots: &mut Slots, node: fb::RopeNode) -> Result<Instruction> {
     match (offset.is_vid(), offset.vid(), offset.tid()) {
         (true, Some(vid), _) => ints.push(Int::Value(slots.read_int(vid)?)),
         (false, _, Some(tid)) => tensors.push(tid),
-        _ => fail!(Program, "a rotary embedding has no offset"),
+        _ => fail!(Program, "expected an offset of a rotary embedding, got none"),
     }
     tensors.extend(node.freqs());
     let function = Function::Rope {
@@ -97,8 +97,8 @@ pub fn run(frame: &Frame, x: Value, [offsets, periods]: [Value; 2], dtype: Dtype
     cast(&rotary(frame.tensor(x)?, offsets, periods)?, dtype)
 }
 
-/// Rotates `x`, `[1, heads, T, head_dim]`. MLX's function has one offset for each batch entry, and the tokens of an
-/// entry have consecutive positions from there. So each token is passed as an entry.
+/// Rotates `x`, `[1, heads, T, head_dim]`. MLX's function has one offset for each batch entry. The tokens of an entry
+/// have consecutive positions, the first at the offset. So each token is passed as an entry.
 pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     if x.ndim() != 4 || x.dim(0) != 1 || offsets.shape() != [x.dim(2)] {
         let (x, offsets) = (x.shape(), offsets.shape());
@@ -113,7 +113,7 @@ pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     }
     let tokens_first = [2, 1, 0, 3];
     // A piece of a joined product has gaps between its tokens. On CUDA, MLX's function allocates a result without
-    // gaps, but writes it with those of its input: past its end (MLX 0.32.2).
+    // gaps, but writes it with the gaps of its input, past the end (MLX 0.32.2).
     let dense = x.transpose_axes(&tokens_first)?.contiguous()?;
     Ok(embed(&dense)?.transpose_axes(&tokens_first)?)
 }

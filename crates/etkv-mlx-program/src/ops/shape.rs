@@ -42,8 +42,8 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// Decodes a split into one piece for each output. A single size is the size of all pieces except the last, which may
-/// be smaller. Several sizes are the sizes of the pieces.
+/// Decodes a split into one piece for each output. A single size applies to all pieces; only the last piece may be
+/// smaller. Several sizes are the sizes of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
     let sizes = ints(slots, node.sizes())?;
     let literals: Option<Vec<i64>> = sizes
@@ -139,7 +139,7 @@ pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
     Ok(x.reshape(&resolved(x, shape)?)?)
 }
 
-/// A shape, without an allocation for up to eight axes.
+/// A shape. With at most eight axes it needs no allocation.
 pub type Sizes = SmallVec<[i32; 8]>;
 
 /// Returns the numbers of a shape.
@@ -147,7 +147,7 @@ pub fn sizes(frame: &Frame, shape: &[Int]) -> Result<Sizes> {
     shape.iter().map(|&dim| frame.int(dim)).collect()
 }
 
-/// Returns `shape` as a shape of `x`, with its open dimension, -1, computed.
+/// Returns `shape` for the elements of `x`, with the open dimension, -1, replaced by its size.
 pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
@@ -180,7 +180,7 @@ pub fn run_slice(
     let x = frame.tensor(x)?;
     let axis = normalize_axis(frame.int(axis)?, x.ndim())?;
     if step == 0 {
-        fail!(Program, "a slice has a step of 0");
+        fail!(Program, "expected a slice with a step other than 0");
     }
     let size = x.dim(axis as i32);
     let bound = |bound: i32| if bound < 0 { bound.saturating_add(size) } else { bound };
@@ -189,7 +189,7 @@ pub fn run_slice(
         let start = start.clamp(0, size);
         return slice_axis(x, axis, start, stop.clamp(start, size), step);
     }
-    // Backwards, the end may be the index before element 0. MLX counts negative indices from the end.
+    // A slice that goes backwards may end at the index before element 0. MLX counts negative indices from the end.
     let start = start.clamp(-1, size - 1);
     let stop = stop.clamp(-1, start);
     match stop == start {

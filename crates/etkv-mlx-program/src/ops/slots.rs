@@ -13,7 +13,7 @@ const MAX_SLOTS: u32 = 1_000_000;
 pub struct Counts {
     pub constants: u32,
     pub inputs: u32,
-    /// The first buffer that the program keeps between calls, and the number of buffers.
+    /// The slot of the first buffer that the program keeps between calls, and the number of buffers.
     pub buffers: (u32, u32),
     all: u32,
     ints: u32,
@@ -102,7 +102,7 @@ impl Slots {
             return Ok(Int::Literal(argument.literal()));
         }
         let Some(vid) = argument.vid() else {
-            fail!(Program, "an integer argument refers to no value");
+            fail!(Program, "expected an integer argument, got none");
         };
         Ok(Int::Value(self.read_int(vid)?))
     }
@@ -118,7 +118,12 @@ impl Slots {
     /// Assigns a new value to a slot.
     pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
         if tid.idx() >= self.counts.all {
-            fail!(Program, "the program writes tensor {}, and has {}", tid.idx(), self.counts.all);
+            fail!(
+                Program,
+                "cannot write tensor {}: the program has {}",
+                tid.idx(),
+                self.counts.all
+            );
         }
         let value = self.new_value();
         self.held.tensors.insert(tid.idx(), value);
@@ -128,7 +133,12 @@ impl Slots {
     /// Assigns a new value to an integer slot.
     pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
         if vid.idx() >= self.counts.ints {
-            fail!(Program, "the program writes value {}, and has {}", vid.idx(), self.counts.ints);
+            fail!(
+                Program,
+                "cannot write value {}: the program has {}",
+                vid.idx(),
+                self.counts.ints
+            );
         }
         Ok(Out::Int(self.bind_int(vid.idx())))
     }
@@ -145,7 +155,7 @@ impl Slots {
     pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
         let value = self.read(from)?;
         if to.idx() >= self.counts.all {
-            fail!(Program, "the program writes tensor {}, and has {}", to.idx(), self.counts.all);
+            fail!(Program, "cannot write tensor {}: the program has {}", to.idx(), self.counts.all);
         }
         self.held.tensors.insert(to.idx(), value);
         Ok(())
@@ -195,7 +205,7 @@ impl Slots {
         Value(self.n_values - n)
     }
 
-    /// Returns a new integer value, which are in no slot.
+    /// Returns a new integer value, which is in no slot.
     pub fn new_int(&mut self) -> IntValue {
         self.n_ints += 1;
         IntValue(self.n_ints - 1)

@@ -81,8 +81,8 @@ pub fn run_transpose_reshape(
     Ok(x.transpose_axes(perm)?.reshape(&shape)?)
 }
 
-/// Returns the shape after a transposition, if it keeps the elements in order because it moves only axes with one
-/// element.
+/// Returns the shape after a transposition that keeps the order of the elements, because it moves only axes with one
+/// element. Otherwise returns `None`.
 fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Sizes> {
     let mut last = None;
     let mut seen: SmallVec<[bool; 8]> = smallvec![false; shape.len()];

@@ -58,8 +58,8 @@ fn products(graph: &mut Graph) {
     }
 }
 
-/// Recognises GELU that is written as a formula with tanh, in float32. In half precision the formula rounds at each
-/// step.
+/// Recognises GELU that is written as a formula with tanh in float32. In half precision the formula would round at
+/// each step.
 fn written_out(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let dtypes = dtypes::known(graph);
     let found: Vec<(usize, Value)> = {
@@ -134,8 +134,8 @@ mod tests {
 
     const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_6, 0.044_715, 3.0];
 
-    /// Constants are 0 to 4, and the input is 5. The results of `ops` are the values from 6 on; the last one is the
-    /// output.
+    /// Values 0 to 4 are constants, and 5 is the input. The results of `ops` are the values 6 and up. The last one is
+    /// the output.
     fn graph(ops: Vec<Op>) -> Graph {
         let constant = || Constant {
             name: String::new(),

@@ -22,7 +22,7 @@ pub fn join(graph: &mut Graph) {
         if found.replaced.len() < 2 {
             continue;
         }
-        // The block gets the index of the last replaced instruction, where all its operands exist.
+        // The block gets the index of the last replaced instruction: all its operands exist there.
         let last = found.replaced.iter().copied().max().unwrap_or(index);
         for place in found.replaced {
             instructions[place] = None;
@@ -107,7 +107,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Matches a gate: a split in halves, one of which is activated and multiplied by the other.
+    /// Matches a gate: a split in halves. The activation of one half is multiplied by the other half.
     fn gate(&self, found: &mut BlockMatch) {
         let Some((split, Op::Split { axis: -1, at, sizes, .. }, out)) = self.reader(found.out)
         else {
@@ -153,8 +153,8 @@ mod tests {
 
     const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5 };
 
-    /// Constants 0 to 2 are weights of 6 and 8 rows and the weight of a norm; 3 and 4 are inputs. The result of the
-    /// last of `ops` is the output.
+    /// Constants 0 and 1 are weights of 6 and 8 rows, and 2 is the weight of a norm. Values 3 and 4 are inputs. The
+    /// result of the last operation in `ops` is the output.
     fn graph(ops: Vec<(Op, Out)>) -> Graph {
         let constant = |shape: &[i32]| Constant {
             name: String::new(),

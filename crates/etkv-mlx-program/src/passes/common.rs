@@ -120,7 +120,7 @@ mod tests {
             vec![
                 unary(0, 1),
                 unary(0, 2),
-                // Equal instructions whose operands are results of equal instructions.
+                // Equal instructions. Their operands are results of equal instructions.
                 sum(1, 2, 3),
                 sum(2, 1, 4),
                 size(0, 0),

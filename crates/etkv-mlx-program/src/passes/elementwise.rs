@@ -1,5 +1,5 @@
-//! Fuses element-wise operations into [expressions](Expression), for programs that the interpreter runs on a GPU,
-//! where each launch costs the host microseconds, more than the work takes on the device.
+//! Fuses element-wise operations into [expressions](Expression), for programs that the interpreter runs on a GPU.
+//! There each launch costs the host microseconds, more time than the work takes on the device.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
         Op::Binary { a, b, .. } | Op::Activation { x: a, by: Some(b), .. } => {
             SmallVec::from_slice(&[a, b])
         }
-        // Rotary embeddings concatenate along the last axis, which is the axis 3 of heads.
+        // Rotary embeddings concatenate heads along the last axis, axis 3.
         Op::Concatenate { ref tensors, axis: -1 | 3 } if tensors.len() == 2 => {
             SmallVec::from_slice(tensors)
         }

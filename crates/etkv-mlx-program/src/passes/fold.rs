@@ -1,7 +1,7 @@
-//! Computes values at load that are the same in every step.
+//! Computes values at load if they are the same in every step.
 //!
-//! These are the values that depend only on constants: the periods of rotary embeddings, a norm's weight plus one,
-//! conversions of scalars.
+//! Such values depend only on constants: the periods of rotary embeddings, a norm's weight plus one, conversions of
+//! scalars.
 
 use std::collections::{HashMap, HashSet};
 
@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn what_constants_lead_to_is_made_at_load() {
         let graph = folded(vec![wide(0), sum(4, 1), norm(5)], Chain::default(), Vec::new());
-        // Two more constants: the input is 5, the values from 6 on.
+        // There are two more constants, so the input is 5, and results are the values 6 and up.
         let ops: Vec<Op> = graph.main.instructions.iter().map(|made| made.op.clone()).collect();
         assert_eq!(ops, [Op::RmsNorm { x: Value(5), weight: Some(Value(4)), eps: 1e-6 }]);
         assert_eq!(graph.main.outputs, [Out::Tensor(Value(8))]);

@@ -1,7 +1,7 @@
 //! Joins the operations on the queries, keys and values of a joined product: the view of features as heads, and
 //! rotary embedding.
 //!
-//! One view has the heads of all pieces, which are then split along the axis of heads. Queries and keys with the same
+//! One view has the heads of all pieces. It is then split along the axis of heads. Queries and keys with the same
 //! angles rotate in one kernel launch.
 
 use std::collections::{HashMap, HashSet};
@@ -148,7 +148,7 @@ impl HeadsRewrite {
         let op = Op::ReshapeTranspose { x, shape, perm };
         let mut first = vec![Instruction { op, out: Out::Tensor(all) }];
 
-        // The first split leaves the pieces that rotate together as one piece.
+        // In the first split, the pieces that rotate together are one piece.
         let n_rotated = rotary.len();
         let mut outer = sizes[n_rotated..].to_vec();
         if n_rotated > 0 {

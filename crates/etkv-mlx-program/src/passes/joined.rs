@@ -1,8 +1,8 @@
 //! Joins products that read the same tensor, such as queries, keys and values, or the two halves of a gate.
 //!
-//! One product with all rows of the weights takes one kernel launch, and its result is split. The joined weight
-//! replaces its parts, so weights are in memory once. Not for the CPU: there memory bandwidth limits products, and
-//! splitting costs more than calls.
+//! One product with all rows of the weights takes one kernel launch. Its result is split. The joined weight replaces
+//! its parts, so weights are in memory once. The pass does not run for a CPU: there memory bandwidth limits products,
+//! and a split costs more than the calls that it saves.
 
 use std::collections::{HashMap, HashSet};
 
@@ -136,7 +136,8 @@ struct Finder<'a> {
     /// The instructions that read each value, once for each read. An output counts as a read after the last
     /// instruction.
     readers: HashMap<Value, Vec<usize>>,
-    /// The biases that the init chain computes, with their scales and factor, which it reads nowhere else.
+    /// The biases that the init chain computes, with their scales and factor. The init chain reads the scales nowhere
+    /// else.
     at_load: HashMap<Value, (Value, Value)>,
 }
 
@@ -202,7 +203,7 @@ impl<'a> Finder<'a> {
                 fits.then(|| (row.to_vec(), dtype))
             })
             .collect::<Option<Vec<_>>>()?;
-        // The weight must be a matrix. With other ranks this is another kind of product.
+        // The weight must be a matrix. With another rank this is another kind of product.
         if described.first()?.0.len() != 1 || constants.contains(&x) {
             return None;
         }
@@ -230,8 +231,9 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Returns the constants that the init chain computes as a constant times a number, with both operands. These are
-/// biases from zero points that are the same for all groups. The init chain reads the first operand nowhere else.
+/// Returns the constants that the init chain computes as a constant times a number, with both operands. They are
+/// biases: if all groups have the same zero point, a bias is the scale times a number. The init chain reads the first
+/// operand nowhere else.
 fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
     let n_uses = graph.init.n_uses();
     let written: HashSet<Value> = graph.init_targets.iter().copied().collect();

@@ -1,7 +1,7 @@
 //! Narrows a program so that it computes only the last token's row of logits.
 //!
-//! The host reads one row of a prompt's logits. So the last product, which is the widest, needs only one row, and so
-//! does everything before it that is computed row by row, back to the last layer's attention. A program that was
+//! The host reads one row of a prompt's logits. So the last and widest product needs only one row. The same is true
+//! for everything before it that is computed row by row, back to the last layer's attention. A program that was
 //! exported to return the last row has a slice before that product. The operands of such a slice can always be
 //! narrowed.
 //!
@@ -18,9 +18,8 @@ use crate::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Va
 /// Removes rows that nothing reads. With `last_only`, the [logits](logits_output) `[1, T, ...]` become `[1, 1, ...]`.
 /// Other outputs keep all rows.
 ///
-/// # Errors
-/// [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or they are not
-/// computed row by row.
+/// # Errors [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or the logits are
+/// not computed row by row.
 pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
@@ -41,8 +40,8 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the index and the value of the logits: the first output that may be logits, or the output that products
-/// compute from it. In some programs hidden states come before their logits.
+/// Returns the index and the value of the logits: the first output that may be logits, or an output that products
+/// compute from that one. In some programs hidden states come before their logits.
 ///
 /// # Errors
 /// [`Unsupported`](etkv::Status::Unsupported) if no output may be logits.
@@ -64,8 +63,8 @@ pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     }
 }
 
-/// Returns the outputs that may be logits. Other outputs are integers and elements of inputs, such as the lengths of
-/// caches in the graph, which some exporters return from each call.
+/// Returns the outputs that may be logits. Other outputs are integers and elements of inputs. Some exporters return
+/// such outputs from each call, for example the lengths of caches in the graph.
 fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
     let inputs: HashSet<Value> = graph
         .inputs

@@ -64,7 +64,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     }
     // Constants that the init chain writes keep their layout.
     transposable.extend(graph.init_targets.iter().map(|&value| (value, false)));
-    // So do constants that are outputs of a chain.
+    // Constants that are outputs of a chain keep their layout too.
     for value in graph.init.tensor_outputs().chain(graph.main.tensor_outputs()) {
         if graph.is_constant(value) {
             layouts[value.0 as usize] = Layout::Stored;
@@ -95,10 +95,10 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
         }
     }
     // MLX's CPU build passes float32 products to a BLAS. A BLAS streams through the rows of [in, out]. For [out, in],
-    // the reference BLAS uses dot products, which a compiler may not reorder. Measured on x86-64 with the reference
-    // BLAS: [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS, SmolLM2 decodes 1.02 to 1.08
-    // times as fast, and its prompts take the same time. Other weights are read through a transposed view, which is
-    // created once. A weight that is also looked up by rows keeps its layout, because a lookup reads whole rows.
+    // the reference BLAS uses dot products, and a compiler may not reorder their sums. Measured on x86-64 with the
+    // reference BLAS: [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS, SmolLM2 decodes 1.02 to
+    // 1.08 times as fast, and its prompts take the same time. Other weights are read through a transposed view, which
+    // is created once. A weight that is also looked up by rows keeps its layout, because a lookup reads whole rows.
     for constant in linear {
         let kept = &graph.constants[constant.0 as usize];
         if target.only_needed || !transposable[&constant] || kept.shape.len() != 2 {

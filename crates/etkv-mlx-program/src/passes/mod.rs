@@ -105,7 +105,7 @@ pub fn run_each(
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
     pass("join_rotary", faster && target.on_gpu, &plain(rotated::join))?;
-    // Last, because it renumbers values, and `scalars` has the old numbers.
+    // This pass is the last one, because it renumbers values, and `scalars` has the old numbers.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
 }

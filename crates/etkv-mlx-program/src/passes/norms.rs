@@ -1,5 +1,5 @@
-//! Fuses RMS norms that are computed in float32 with the conversions before and after them, and with a factor,
-//! for programs that the interpreter runs on a GPU: three or four launches become one.
+//! Fuses each RMS norm that is computed in float32 with the conversions before and after it, and with a factor. Three
+//! or four launches become one. For programs that the interpreter runs on a GPU.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ pub fn fuse(graph: &mut Graph, constants: &[Option<Array>]) {
     dead::eliminate(graph);
 }
 
-/// A norm, and the index of the instruction whose result it computes.
+/// A fused norm, and the index of the instruction that it replaces.
 struct NormMatch {
     at: usize,
     op: Op,
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn other_norms_stay() {
-        // A norm in bfloat16, one with float32 as its input and output, and one of unknown dtype.
+        // A norm in bfloat16, a norm with input and output in float32, and a norm of unknown dtype.
         for ops in [vec![norm(3, None, 5)], vec![norm(4, Some(0), 5)], vec![norm(20, Some(0), 5)]] {
             assert_eq!(fused(ops.clone()), ops);
         }

@@ -7,7 +7,8 @@ use std::collections::HashMap;
 /// The maximum axes of positions: more than any program has, and few enough to copy for every view.
 const MAX_AXES: usize = 8;
 
-/// Makes every cache op read its positions directly from an input, if they are the elements of that input in order.
+/// Makes every cache op read its positions directly from an input, if the positions are the elements of that input in
+/// order.
 pub fn trace(graph: &mut Graph) {
     let views = views(graph);
     for instruction in &mut graph.main.instructions {

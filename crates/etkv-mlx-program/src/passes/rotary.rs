@@ -10,7 +10,7 @@ use mlx_rs::Dtype;
 use super::{insert, makers, positions};
 use crate::ir::{Binary, Graph, Instruction, Int, Op, Out, Unary, Value};
 
-/// The operands of a rotary embedding's angles.
+/// The operands from which a rotary embedding's angles are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Angles {
     /// The positions, an input `[T]`.

@@ -27,7 +27,7 @@ pub fn join(graph: &mut Graph) {
         for &place in &replaced {
             instructions[place] = None;
         }
-        // The product gets the index of the last replaced instruction, where all its operands exist.
+        // The product gets the index of the last replaced instruction: all its operands exist there.
         if let Some(&last) = replaced.iter().max() {
             instructions[last] = Some(Instruction { op, out });
         }

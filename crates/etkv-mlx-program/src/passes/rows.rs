@@ -22,19 +22,19 @@ pub struct Rows {
     pub count: Option<IntValue>,
     /// The integer tensors `[1, T]` with one element per token: ids and positions.
     ids: HashSet<Value>,
-    /// The values with at most one axis that are computed from constants, and so are the same for every row.
+    /// The values with at most one axis that are computed from constants. They are the same for every row.
     constants: HashSet<Value>,
     /// The values of at least 3 axes whose second axis is that of the tokens, `[1, T, ...]`.
     by_row: Ranks,
-    /// The values that are computed from the last row of such a value, `[1, 1, ...]`.
+    /// The values that are computed from the last row of a value in `by_row`, `[1, 1, ...]`.
     single: Ranks,
     /// Rows that are split into heads, `[1, T, heads, head_dim]`.
     cut: Ranks,
     /// Heads with their axes in the order of attention, `[1, heads, T, head_dim]`, and values that are computed from
     /// such heads token by token, such as rotated queries.
     heads: HashSet<Value>,
-    /// Rows with their axes in the order of convolutions, `[1, channels, T]`, the results of recurrent layers'
-    /// convolutions, and values that are computed from either token by token.
+    /// Rows with their axes in the order of convolutions, `[1, channels, T]`, and the results of recurrent layers'
+    /// convolutions. Also values that are computed from these token by token.
     columns: HashSet<Value>,
     /// The results of attention and of recurrences, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
@@ -108,7 +108,7 @@ impl Rows {
     }
 
     /// Returns whether an instruction is attention of the step's tokens: the op with the cache, or MLX's function
-    /// with queries that are computed token by token. Keys and values of the latter may come from a cache in the
+    /// with queries that are computed token by token. Keys and values of MLX's function may come from a cache in the
     /// graph.
     fn attends(&self, op: &Op) -> bool {
         match op {
@@ -216,7 +216,7 @@ impl Rows {
                 [0, 2, 1] => self.columns.contains(x).then_some(3),
                 _ => None,
             },
-            // Even if the operand is not computed row by row, as in a mixture of experts.
+            // This holds even if the operand is not computed row by row, as in a mixture of experts.
             Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }
@@ -238,12 +238,12 @@ impl Rows {
             Op::Reshape { x, shape } => {
                 (self.counts_tokens(shape) && self.by_row.contains_key(x)).then(|| vec![*x])
             }
-            // The result of attention, transposed to [1, T, heads, head_dim]. Before, its second axis is that of the
-            // heads, so a row cannot be sliced from it: either attention is narrowed or all rows stay.
+            // The result of attention, transposed to [1, T, heads, head_dim]. Before the transposition the second
+            // axis is that of the heads, so a row cannot be sliced: either attention is narrowed or all rows stay.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
                 self.narrowable.contains(x).then(|| vec![*x])
             }
-            // One of several groups of features of each token.
+            // One of several groups of each token's features.
             Op::Take { x, index: Index::One(Int::Literal(_)), axis: 2.. } => {
                 self.by_row.get(x).is_some_and(|&rank| rank > 3).then(|| vec![*x])
             }
@@ -280,14 +280,14 @@ impl Rows {
         }
     }
 
-    /// Returns the operands of an instruction that are in `known`, if it computes each row from the same row of
-    /// these.
+    /// Returns the operands of an instruction that are in `known`, if the instruction computes each row of its result
+    /// from the same row of these operands.
     fn row_by_row(&self, op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
         match op {
             Op::RmsNorm { x, .. } | Op::LayerNorm { x, .. } => {
                 known.contains_key(x).then(|| vec![*x])
             }
-            // Along an axis of features, of which rows have at least one.
+            // The axis must be one of features. Rows have at least one such axis.
             Op::Piece { x, axis, .. } => {
                 (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
             }

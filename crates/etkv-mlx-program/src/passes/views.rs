@@ -28,7 +28,7 @@ fn skip_through(graph: &mut Graph) {
         let Out::Tensor(value) = *out else { continue };
         match op {
             Op::Reshape { x, .. } => {
-                // The view before keeps the order of elements, so this one can read its operand.
+                // The earlier view keeps the order of elements, so this view can read the operand of the earlier one.
                 if let Some(Op::Reshape { x: read, .. } | Op::ExpandDims { x: read, .. }) =
                     views.get(x)
                 {
@@ -217,7 +217,7 @@ mod tests {
     use crate::ir::{Chain, Dim, InputSpec, IntValue, Unary};
     use mlx_rs::Dtype;
 
-    /// The input is 0. The results of `ops` are the values from 1 on, and the last `n_outputs` are outputs.
+    /// The input is 0. The results of `ops` are the values 1 and up, and the last `n_outputs` are outputs.
     fn merged(ops: Vec<Op>, n_outputs: u32) -> (Vec<Op>, Vec<Out>) {
         let n = ops.len() as u32;
         let made = (1..).zip(ops);

@@ -1,5 +1,5 @@
-//! Computes only the last row of the product of the logits, the widest of a program, in runs that need only the last
-//! row.
+//! In runs that need only the last row of logits, computes only that row of the logits' product, the widest one of a
+//! program.
 //!
 //! Unlike [`last_token`](super::last_token), the choice is made in each run, because a program that verifies
 //! candidates also reads prompts. Only the last product is narrowed, because its operands take little time in
@@ -9,8 +9,8 @@ use super::rows::is_row_constant;
 use super::{insert, logits_output, makers, only_readers};
 use crate::ir::{Function, Graph, Instruction, Op, Out, Value};
 
-/// Inserts a selection of the needed rows before the product of the logits. Changes nothing if logits are not a
-/// product of rows, or have other readers than the output.
+/// Inserts a selection of the needed rows before the product of the logits. Changes nothing if the logits are not a
+/// product of rows, or if anything except the output reads them.
 pub fn leave_out_unwanted_rows(graph: &mut Graph) {
     let Some((index, x)) = product_of_logits(graph) else {
         return;

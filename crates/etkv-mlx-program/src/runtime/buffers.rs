@@ -41,15 +41,15 @@ impl Buffers {
         *self.broken.lock() = None;
     }
 
-    /// Refuses further calls until a reset, because the last call failed to compute the buffers.
+    /// Makes further calls fail until a reset, because the last call failed to compute the buffers.
     pub fn give_up(&self, error: &Error) {
         if !self.list.is_empty() {
             *self.broken.lock() = Some(error.clone());
         }
     }
 
-    /// Binds the values of the buffers. Returns a second reference to each, so that a call that fails before its
-    /// computation starts leaves the buffers unchanged.
+    /// Binds the values of the buffers. Returns a second reference to each buffer: a call that fails before its
+    /// computation starts must leave the buffers unchanged.
     pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
         if let Some(error) = &*self.broken.lock() {
             fail!(
@@ -70,7 +70,7 @@ impl Buffers {
         Ok(found)
     }
 
-    /// Stores the buffers that a call returns, which may not be computed yet. Returns them.
+    /// Stores the buffers that a call returns, and returns them. They may not be computed yet.
     pub fn keep(&self, made: SmallVec<[Output; 4]>) -> Result<Vec<Array>> {
         let mut kept = Vec::with_capacity(made.len());
         for (buffer, output) in self.list.iter().zip(&made) {
@@ -78,7 +78,7 @@ impl Buffers {
                 Some(array) if array.shape() == buffer.shape => kept.push(array.clone()),
                 Some(array) => fail!(
                     Program,
-                    "buffer `{}` has shape {:?}, and a call returns {:?}",
+                    "buffer `{}` has shape {:?}, but a call returns shape {:?}",
                     buffer.name,
                     buffer.shape,
                     array.shape()

@@ -18,7 +18,7 @@ pub trait ConstantSource {
 }
 
 /// Returns the values of constants with one float32 element that the init chain does not replace. Skips a missing or
-/// damaged constant: loading it returns the error.
+/// damaged constant: the load of the constant returns the error.
 pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value, f32> {
     let mut scalars = HashMap::new();
     for (value, constant) in (0..).map(Value).zip(&graph.constants) {
@@ -36,7 +36,7 @@ pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value,
 /// Loads a constant.
 ///
 /// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a program's weights
-/// are not in memory twice. Only the parts of a joined constant are, while they are joined.
+/// are not in memory twice. Only the parts of a joined constant are in memory twice while they are joined.
 ///
 /// # Errors
 /// [`Program`](etkv::Status::Program) if the data are missing or their size differs from the program's;

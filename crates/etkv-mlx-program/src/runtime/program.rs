@@ -1,4 +1,4 @@
-//! A loaded program: load it once, run it once a step.
+//! A loaded program. It is loaded once, and run once a step.
 
 mod bound;
 mod fast_step;
@@ -30,7 +30,7 @@ use crate::TARGET;
 use etkv::mlx::{self, Mlx};
 use etkv::{MlxCache, ProgramCache, Step, MLX_BACKEND};
 
-/// A loaded program. Clones are the same program, which lives until the last is gone.
+/// A loaded program. Clones are handles on the same program, which lives until the last clone is dropped.
 #[derive(Clone)]
 pub struct Program(pub(crate) Arc<LoadedProgram>);
 
@@ -47,7 +47,7 @@ pub struct LoadedProgram {
     pub(crate) cache: Option<ProgramCache>,
     /// The rows of logits that the program was loaded for.
     pub(crate) logits: LogitsRows,
-    /// The index of the logits in the outputs, if one may be logits.
+    /// The index of the logits in the outputs, if any output may be logits.
     logits_at: Option<usize>,
     /// Whether all rows of logits are computed, but only the last one is returned.
     cuts_logits: bool,
@@ -89,7 +89,7 @@ impl Program {
         steps: Option<&dyn StepCompiler>,
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
-        // Before the constants, whose load takes longest.
+        // The cache is bound before the constants are loaded, because their load takes longest.
         let bound = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
         let (shared, cache) = bound.unzip();
         let mlx = mlx::enter()?;
@@ -210,7 +210,7 @@ impl LoadedProgram {
     fn run(&self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
         let last_row_only = self.gives_last_row(cache.as_deref());
-        // Dropped after the arrays that need it.
+        // This is dropped after the arrays that need it.
         let mut mlx = mlx::enter()?;
         if let Some(cache) = cache.as_deref_mut() {
             let wanted = match last_row_only || self.cuts_logits {
@@ -322,7 +322,10 @@ impl LoadedProgram {
                 _ => fail!(Unsupported, "cannot choose tokens: no output can be logits"),
             },
             (_, None) => {
-                fail!(Unsupported, "cannot choose tokens: the program attends to no cache")
+                fail!(
+                    Unsupported,
+                    "cannot choose tokens: the program has no layers that read a cache"
+                )
             }
         }
     }
@@ -341,8 +344,8 @@ impl Drop for LoadedProgram {
     }
 }
 
-/// Improves a program for a target. Returns the layout of each constant, and whether the last row of logits must be
-/// selected from all rows, because the program does not compute it row by row.
+/// Improves a program for a target. Returns the layout of each constant. Also returns whether the last row of logits
+/// must be selected from all rows, because the program does not compute logits row by row.
 fn prepare(
     graph: &mut Graph,
     target: Target,
@@ -541,7 +544,7 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     // SAFETY: the number of bytes matches shape and dtype.
     let array = unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }?;
     match dtype {
-        // Ids and positions are read once.
+        // Ids and positions are read only once.
         Dtype::Int32 | Dtype::Int64 => Ok(array),
         _ => mlx::on_device(&array),
     }

@@ -19,7 +19,7 @@ use crate::ops::{self, OpResult};
 pub struct Schedule {
     chain: Chain,
     dead_after: Vec<Vec<Value>>,
-    /// The nested chains, with the index of their instruction.
+    /// The nested chains, each with the index of its instruction.
     inside: Vec<(usize, Vec<Schedule>)>,
 }
 
@@ -74,7 +74,7 @@ impl Schedule {
                 error.at(place)
             })?;
             self.check(&made, index, frame)?;
-            // The chain that a choice ran has already set the limits.
+            // For a choice, the chain that ran has already set the limits.
             if !matches!(instruction.op, Op::If { .. }) {
                 let limit = ops::bounds::limit(&instruction.op, frame);
                 instruction.out.tensors().for_each(|value| frame.set_limit(value, limit));
@@ -85,7 +85,10 @@ impl Schedule {
                     instruction.out.tensors().zip(arrays).for_each(|(v, a)| frame.set(v, a));
                 }
                 (OpResult::Int(number), Out::Int(value)) => frame.set_int(value, number),
-                _ => fail!(Internal, "instruction {index} makes another kind of value"),
+                _ => fail!(
+                    Internal,
+                    "instruction {index} returns another kind of value than declared"
+                ),
             }
             for &value in &self.dead_after[index] {
                 frame.forget(value);

@@ -13,12 +13,12 @@ use etkv::MlxCache;
 
 /// Creates executors of the steps of programs.
 pub trait StepCompiler: Sync {
-    /// Returns the reason that a program can have no executor, as far as its instructions and dtypes show, or `None`
-    /// if it has one on a supported device. `graph` is the program after the GPU passes.
+    /// Returns the reason that a program can have no executor, as far as its instructions and dtypes show. Returns
+    /// `None` if the program has an executor on a supported device. `graph` is the program after the GPU passes.
     fn why_not(&self, graph: &Graph) -> Option<String>;
 
-    /// Returns an executor of the program's steps on MLX's device, if it can have one. `constants` are the loaded
-    /// constants of `graph`, by their values.
+    /// Returns an executor of the program's steps on MLX's device, if the program can have one there. `constants` are
+    /// the loaded constants of `graph`, by their values.
     fn compile(
         &self,
         mlx: &Mlx,
@@ -73,11 +73,11 @@ pub struct StepSignature {
 /// An input `[1, T, width]`: a row for each token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowsInput {
-    /// Its value in the graph.
+    /// The value of the input in the graph.
     pub value: Value,
-    /// Elements of a row.
+    /// The number of elements of a row.
     pub width: usize,
-    /// The dtype of its elements.
+    /// The dtype of the elements.
     pub dtype: Dtype,
 }
 
@@ -86,13 +86,13 @@ pub struct RowsInput {
 pub struct StepTokens<'a> {
     /// Token ids.
     pub ids: &'a [i64],
-    /// Their positions.
+    /// The positions of the tokens.
     pub positions: &'a [i32],
-    /// The rows for each of [`StepSignature::rows`]: bytes of its dtype.
+    /// The rows of each input in [`StepSignature::rows`], as bytes of its dtype.
     pub rows: &'a [&'a [u8]],
 }
 
-/// The output that the host requests of a step.
+/// The result that the host requests from a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestedOutputs {
     /// The logits of each token.

@@ -14,7 +14,7 @@ use etkv::MlxCache;
 pub enum Tokens<'a> {
     /// Ids on the host.
     Host(&'a [i64]),
-    /// Ids that the device has chosen, `[T]`, and an exclusive upper limit of them.
+    /// Ids that the device has chosen, `[T]`, and an exclusive upper limit of the ids.
     Device(&'a Array, i32),
 }
 
@@ -23,7 +23,7 @@ pub enum Tokens<'a> {
 pub struct TextInputs {
     /// Token ids, `[1, T]`.
     tokens: (Value, Dtype),
-    /// Their positions, `[T]`.
+    /// The positions of the tokens, `[T]`.
     positions: (Value, Dtype),
     /// The maximum tokens of a step, if the program limits them.
     pub most: Option<i32>,
@@ -38,7 +38,10 @@ impl TextInputs {
         let (mut tokens, mut positions, mut most) = (None, None, None);
         for input in inputs {
             let InputSpec::Tensor { value, shape, scalar_type, .. } = input else {
-                fail!(Unsupported, "cannot choose tokens with a program that takes an integer");
+                fail!(
+                    Unsupported,
+                    "cannot choose tokens with a program that has an integer as input"
+                );
             };
             let dtype = dtype_of(*scalar_type)?;
             let found = match shape[..] {

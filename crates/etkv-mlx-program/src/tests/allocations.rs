@@ -11,7 +11,7 @@ use crate::{fb, Argument, Host, LoadOptions, Passes, Program};
 use etkv::builders;
 use etkv::MLX_BACKEND;
 
-/// The system's allocator, with a counter for each thread. MLX does not allocate with it.
+/// The system's allocator, with a counter for each thread. MLX does not use this allocator.
 struct CountingAllocator;
 
 thread_local! {

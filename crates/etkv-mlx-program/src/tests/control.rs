@@ -43,7 +43,7 @@ fn choose(builder: &mut Builder, cond: u32, then_chain_idx: u32, else_chain_idx:
     (fb::OpNode::IfNode, fb::IfNode::create(builder, &args).as_union_value())
 }
 
-/// The tensors of a loop: those that are split, their pieces, the outputs, and the carried values.
+/// The tensors of a loop: the tensors that are split, their pieces, the outputs, and the carried values.
 struct Loop<'a> {
     originals: &'a [u32],
     sliced: &'a [u32],
@@ -97,7 +97,7 @@ fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32
 // ---- Choices ----------------------------------------------------------------
 
 /// A program in which `then` doubles the input, `otherwise` squares it, and both write slot 1. Slot 2 is a temporary
-/// of one of them.
+/// of one chain.
 fn choice() -> Vec<u8> {
     let parts = Parts {
         inputs: vec![(vec![3], FLOAT32)],
@@ -273,7 +273,7 @@ fn loops_that_contradict_themselves_are_refused() {
         axis,
         body: 1,
     };
-    // A run would read the slot 4 of the run before.
+    // A run would read slot 4 as the previous run wrote it.
     let body = |builder: &mut Builder| vec![add(builder, 2, 4, 3), add(builder, 4, 2, 4)];
     Program::check(&program(scan(&[4], 1), body)).unwrap();
     let hidden = refusal(&program(scan(&[], 1), body));
@@ -294,7 +294,7 @@ fn loops_that_contradict_themselves_are_refused() {
 
 // ---- Buffers ----------------------------------------------------------------
 
-/// A program that adds its input to a buffer, and writes the sum's first column to a position in another buffer.
+/// A program that adds its input to a buffer, and writes the first column of the sum to a position in another buffer.
 /// Slots: 0 the input, 1 and 2 the buffers, 3 a temporary.
 fn keeping() -> Vec<u8> {
     let parts = Parts {
@@ -325,7 +325,7 @@ fn keeping() -> Vec<u8> {
         let first = fb::SliceNode::create(builder, &args).as_union_value();
         let (axis, start) = (WIPOffset::new(literal(builder, 0)), value(builder, 0));
         let stop = WIPOffset::new(literal(builder, i64::MAX));
-        // Up to the end of the axis: the single element of the update is repeated.
+        // The update fills the axis to its end: its single element is repeated.
         let args = fb::SliceUpdateNodeArgs {
             dst: Some(&fb::Tid::new(2)),
             update: Some(&fb::Tid::new(3)),

@@ -1,4 +1,4 @@
-//! Functions for which ExecuTorch has no tests.
+//! Tests of functions for which ExecuTorch has no tests.
 
 use std::collections::BTreeMap;
 

@@ -64,7 +64,7 @@ fn load(of: Convolution, session: &Session) -> Result<Program> {
     Program::load(&payload(of), &mut weights, &options, None)
 }
 
-/// Returns the convolution of columns `[1, 2, T]` at positions from `first` on.
+/// Returns the convolution of columns `[1, 2, T]` at consecutive positions, the first at `first`.
 fn step(program: &Program, columns: &[f32], first: i64) -> Vec<f32> {
     let n = columns.len() as i32 / 2;
     let positions: Vec<u8> = (first..first + i64::from(n)).flat_map(i64::to_ne_bytes).collect();

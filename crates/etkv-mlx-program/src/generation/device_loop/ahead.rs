@@ -1,4 +1,4 @@
-//! The steps of answers with async decode: the next step is enqueued before the host reads the token.
+//! Steps of answers with async decode: the next step is enqueued before the host reads the token.
 
 use std::sync::Arc;
 
@@ -17,30 +17,30 @@ use etkv::{MlxCache, Step};
 
 /// Tokens whose computation is enqueued.
 pub(super) struct PendingTokens {
-    /// The answers that they continue.
+    /// The answers that these tokens continue.
     pub answers: Vec<usize>,
     pub chosen: ChosenTokens,
-    /// The number of the step that computes them, if it is not committed yet.
+    /// The number of the step that computes the tokens, if it is not committed yet.
     pub step: Option<u64>,
-    /// Whether the step that computes them is committed before it is known that its values are finite.
+    /// Whether the step that computes the tokens is committed before its values are known to be finite.
     pub unread: bool,
 }
 
 impl Generation {
-    /// Commits the enqueued step of the `active` answers, or runs one. Then starts the step after it. Returns the
+    /// Commits the enqueued step of the `active` answers, or runs a step. Then starts the next step. Returns the
     /// chosen tokens, whose computation may still run.
     pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<PendingTokens> {
         let shared = self.cache.clone();
-        // The lock is held until the step's values are known to be finite, so that no other call builds on them
-        // before.
+        // The lock is held until the step's values are known to be finite. Before that, no other call may build on
+        // the values.
         let mut cache = shared.lock()?;
         let coming = match self.ahead.take() {
             Some(ahead) => self.settled(&mut *cache, ahead)?,
             None => self.again(&mut *cache, active)?,
         };
         if self.runs_ahead(&*cache, coming.answers.len())? {
-            // If this fails, no step is enqueued: the next call runs the step, and returns the error if it fails
-            // again.
+            // If this fails, no step is enqueued. The next call runs the step, and returns the error if the step
+            // fails again.
             match self.run_ahead(&mut *cache, &coming) {
                 Ok(next) => self.ahead = next,
                 Err(error) => debug!(target: TARGET, %error, "cannot enqueue the next step"),
@@ -53,7 +53,8 @@ impl Generation {
         }
     }
 
-    /// Returns whether the next step, with this number of tokens, is enqueued before the tokens of this one are read.
+    /// Returns whether the next step, with this number of tokens, is enqueued before the tokens of the current step
+    /// are read.
     fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
         match self.options.run_ahead {
             RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_fast(cache, tokens)),
@@ -71,7 +72,7 @@ impl Generation {
 
     /// Waits for the values of the committed step. If they are not finite, undoes that step and the next one.
     fn check(&mut self, cache: &mut MlxCache, mut coming: PendingTokens) -> Result<PendingTokens> {
-        // Lets other threads use MLX while it waits. If this fails, reading the tokens returns the error.
+        // Other threads may use MLX meanwhile. If the wait fails, reading the tokens returns the error.
         let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
         coming.unread = false;
         let Err(error) = cache.check_unread() else {
@@ -89,7 +90,7 @@ impl Generation {
         Err(waited.err().unwrap_or(error.into()))
     }
 
-    /// Commits the step that computes these tokens. Runs it again if it was rolled back meanwhile.
+    /// Commits the step that computes these tokens. If the step was rolled back meanwhile, runs it again.
     fn settled(&mut self, cache: &mut MlxCache, mut ahead: PendingTokens) -> Result<PendingTokens> {
         let Some(number) = ahead.step.take() else {
             return Ok(ahead);

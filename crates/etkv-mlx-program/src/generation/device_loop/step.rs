@@ -17,13 +17,13 @@ pub(super) struct Batch<'a> {
     pub answers: &'a [usize],
     pub tokens: Tokens<'a>,
     pub positions: &'a [i32],
-    /// Whether tokens are sampled from its logits.
+    /// Whether tokens are sampled from the step's logits.
     pub choose: bool,
 }
 
 impl Generation {
-    /// Starts a step, and calls `work` with the step and the tokens that it chooses. If this fails, the step is
-    /// rolled back.
+    /// Starts a step, and calls `work` with the step and the tokens that the step chooses. If `work` fails, the step
+    /// is rolled back.
     pub(super) fn with_step<T>(
         &mut self,
         mlx: &mut Mlx,
@@ -40,7 +40,7 @@ impl Generation {
         done
     }
 
-    /// Declares the sequences of a step of `n` tokens, if the cache has several.
+    /// Declares the sequences of a step of `n` tokens, if the cache has several sequences.
     pub(super) fn declare(&self, cache: &mut MlxCache, answers: &[usize], n: usize) -> Result<()> {
         let Some(cells) = cache.sequences_mut() else {
             return Ok(());
@@ -104,11 +104,11 @@ impl Generation {
         let mut ids: Vec<i32> = Vec::new();
         for text in texts() {
             let recent = &text[text.len() - text.len().min(most)..];
-            // Shorter rows repeat their first token, because a token counts once.
+            // Shorter rows are filled with their first token: a repeated token counts once.
             let filler = recent.first().copied().into_iter().cycle();
             let row = recent.iter().copied().chain(filler).take(width);
             for id in row {
-                // MLX does not check an index past the end and overwrites other memory.
+                // MLX does not check indices: an index past the end would overwrite other memory.
                 match i32::try_from(id) {
                     Ok(id) if id < vocabulary => ids.push(id),
                     _ => fail!(

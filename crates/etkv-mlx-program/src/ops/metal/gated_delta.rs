@@ -17,7 +17,7 @@
 //! ```
 //!
 //! `D[t, s]` is the product of the decays after token `s` up to token `t`, and `P[t]` the product of all decays up to
-//! `t`. They are computed as products, because a quotient or a logarithm fails for a decay of 0. `I + L` is inverted
+//! `t`. Both are computed as products, because a quotient or a logarithm fails for a decay of 0. `I + L` is inverted
 //! by blocks, as in substitution, because powers of `L` grow without limit for similar keys.
 
 use mlx_rs::ops::{concatenate, matmul, select};
@@ -43,8 +43,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in float32. `q`
-    /// gives the number of tokens; the input `T`, which is equal, is not read.
+    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in float32. The
+    /// number of tokens is that of `q`. The input `T` has the same value, and is not read.
     pub fn run(&self, inputs: &[&Array]) -> Result<Vec<Array>> {
         let &[q, k, v, decay, beta, state, tokens] = inputs else {
             fail!(Internal, "{} inputs of the gated delta rule", inputs.len());
@@ -135,8 +135,8 @@ impl Chunk {
         Ok((y, kept.add(added)?))
     }
 
-    /// Returns `D`: for each token `t` (last axis but one) and token `s` (last axis), the product of the decays after
-    /// `s` up to `t`. It is 1 if `s` is `t`, and 0 if `s` is later.
+    /// Returns `D`: for each token `t` (last axis but one) and token `s` (last axis), the product of the decays of
+    /// the tokens after `s`, including `t`. It is 1 if `s` is `t`, and 0 if `s` is later.
     fn between(&self, n: i32) -> Result<Array> {
         let factors = select(mask(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
         let products = cumprod(&factors, TOKENS as i32)?;

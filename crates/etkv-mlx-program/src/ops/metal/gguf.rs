@@ -21,8 +21,8 @@ use etkv::mlx::{cast, slice_axis};
 /// The elements of a super-block.
 pub const BLOCK: i32 = 256;
 
-/// The elements of a weight that are unpacked at a time. On a CPU 2 MB in float32, which stay in its caches; on a GPU
-/// 512 MB, because each part costs kernel launches.
+/// The maximum elements of a weight that are unpacked together. In float32 they take 2 MB on a CPU, and stay in its
+/// caches. On a GPU they take 512 MB, because each part costs kernel launches.
 const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 
@@ -37,7 +37,7 @@ impl Gguf {
     }
 }
 
-/// Refuses a weight that is not `rows` by `features`. Returns the number of rows.
+/// Refuses a weight whose shape is not `rows` by `features`. Returns the number of rows.
 fn check_weight(weight: &Array, format: Gguf, rows: Option<i32>, features: i32) -> Result<i32> {
     expect_dtype("weight", weight, Dtype::Uint8)?;
     // A row cannot be longer than the weight.
@@ -80,7 +80,7 @@ impl Linear {
         let dtype = if on_gpu { self.dtype } else { Dtype::Float32 };
         let rows = leading.iter().try_fold(1i32, |rows, &size| rows.checked_mul(size));
         let Some(rows) = rows else {
-            fail!(Program, "expected `x` of up to {} rows, got {leading:?}", i32::MAX);
+            fail!(Program, "expected `x` of at most {} rows, got {leading:?}", i32::MAX);
         };
         let x = cast(x, dtype)?.reshape(&[rows, self.features])?;
         let columns = x.transpose_axes(&[1, 0])?.contiguous()?;
@@ -188,7 +188,7 @@ impl Blocks {
         self.flat(&and(&apart, &bytes(&[(1 << bits) - 1]))?)
     }
 
-    /// Returns elements as `[rows, blocks, 256]`.
+    /// Reshapes elements to `[rows, blocks, 256]`.
     fn flat(&self, elements: &Array) -> Result<Array> {
         Ok(elements.reshape(&with(&self.bytes.shape()[..2], &[BLOCK]))?)
     }
@@ -201,8 +201,8 @@ impl Blocks {
 
     /// Returns codes times the scales of their groups of 32, minus the minima of the groups.
     fn affine(&self, codes: &Array) -> Result<Array> {
-        // Eight scales and eight minima of six bits. For the last four of each, four bits are in the last four bytes,
-        // and the upper two in the first eight bytes.
+        // There are eight scales and eight minima of six bits. The last four of each have their lower four bits in
+        // the last four bytes, and their upper two bits in the first eight bytes.
         let [a, b, c] = [4..8, 8..12, 12..16].map(|range| self.part(range, &[4]));
         let (a, b, c) = (a?, b?, c?);
         let six = |bytes_of| and(bytes_of, &bytes(&[63]));

@@ -38,7 +38,7 @@ pub fn metal_kernel(slots: &mut Slots, node: fb::MetalKernelNode) -> Result<Inst
     let inputs = node.inputs().iter().map(|tid| slots.read(tid)).collect::<Result<_>>()?;
     let shapes = shapes(slots, node).map_err(|error| error.at(place()))?;
     let mut outs = node.outputs().iter().map(|tid| slots.write(tid));
-    // Consecutive writes return consecutive values.
+    // The values of several outputs are consecutive, so the first one and their number identify them.
     let out = match (outs.next().transpose()?, outs.collect::<Result<Vec<_>>>()?.len()) {
         (Some(Out::Tensor(first)), others @ 1..) => Out::Tensors(first, 1 + others as u32),
         (Some(out), _) => out,
@@ -430,7 +430,7 @@ fn with(leading: &[i32], axes: &[i32]) -> SmallVec<[i32; 8]> {
     leading.iter().chain(axes).copied().collect()
 }
 
-/// Returns bytes as one axis, or as a scalar if there is one.
+/// Reshapes bytes to one axis, or to a scalar if there is only one byte.
 fn bytes(numbers: &[u8]) -> Array {
     Array::from_slice(numbers, &[numbers.len() as i32])
 }

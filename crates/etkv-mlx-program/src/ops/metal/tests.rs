@@ -142,7 +142,7 @@ fn kernels_are_known_by_name_and_arguments() {
     for node in [norm(), gated_delta(), linear()] {
         node.check().unwrap();
     }
-    // Attributes that do not affect a product, and an absent one.
+    // Attributes that do not affect a product, and an absent attribute.
     let mut node = linear();
     (node.name, node.kinds) = ("gguf_q6k_matmul", 3);
     node.template.retain(|(name, ..)| !matches!(*name, "OutT" | "NSG"));

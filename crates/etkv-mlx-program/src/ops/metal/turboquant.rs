@@ -1,4 +1,4 @@
-//! TurboQuant: vectors as codes of 4 bits, two per byte, and norms.
+//! TurboQuant stores a vector as codes of 4 bits, two per byte, and a norm.
 
 use mlx_rs::{Array, Dtype};
 

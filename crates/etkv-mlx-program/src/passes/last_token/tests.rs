@@ -10,8 +10,8 @@ pub const WEIGHT: Value = Value(0);
 const TOKENS: Value = Value(1);
 pub const COUNT: IntValue = IntValue(0);
 
-/// Returns a program over `[1, T]` inputs with one weight. The results of `ops` are the values from 2 on. The last
-/// one is the output.
+/// Returns a program over `[1, T]` inputs with one weight. The results of `ops` are the values 2 and up. The last one
+/// is the output.
 pub fn graph(ops: Vec<Op>) -> Graph {
     let shape = vec![8, 8];
     let mut instructions =
@@ -220,7 +220,7 @@ fn attention_that_is_an_output_stays_whole() {
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
     assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-    // The second axis of the result of attention is that of heads. Rows are cut once tokens are the second axis.
+    // The second axis of the result of attention is the axis of heads. Rows are cut once tokens are the second axis.
     assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
 }
 

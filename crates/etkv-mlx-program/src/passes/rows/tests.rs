@@ -1,4 +1,4 @@
-//! Tests which values are computed row by row, by whether they can be narrowed to the last row.
+//! Tests which values are computed row by row. Such values can be narrowed to the last row.
 
 use mlx_rs::Dtype;
 

@@ -14,8 +14,8 @@ use etkv::mlx::Mlx;
 use etkv::MlxCache;
 
 impl LoadedProgram {
-    /// Offers a step to the executor, which returns the `wanted` logits to the host. Returns whether the executor ran
-    /// the step. If not, nothing has changed, and the interpreter must run the step.
+    /// Offers a step to the executor. If the executor runs the step, it passes the `wanted` logits to the host, and
+    /// this returns true. Otherwise nothing has changed, and the interpreter must run the step.
     pub(super) fn run_fast(
         &self,
         mlx: &mut Mlx,
@@ -61,7 +61,7 @@ impl LoadedProgram {
                     Ok(())
                 })
             }
-            StepOutputs::ArgmaxIds(_) => fail!(Internal, "a step chose ids instead of logits"),
+            StepOutputs::ArgmaxIds(_) => fail!(Internal, "expected logits of a step, got ids"),
         };
         let tokens = StepTokens { ids: &ids, positions: &positions, rows: &rows };
         executor.try_step(mlx, &self.constants, cache, tokens, wanted, &mut take)
@@ -86,7 +86,7 @@ impl LoadedProgram {
                 taken = Some(take(mlx, ids)?);
                 Ok(())
             }
-            StepOutputs::Logits(..) => fail!(Internal, "a step made logits instead of ids"),
+            StepOutputs::Logits(..) => fail!(Internal, "expected ids of a step, got logits"),
         };
         executor.try_step(
             mlx,
@@ -134,7 +134,7 @@ fn given(specs: &[InputSpec], inputs: &[Argument], wanted: Value) -> Option<Host
     integers(dtype, bytes)
 }
 
-/// Returns the bytes of an input of rows, if it matches its declaration and has a row for each token.
+/// Returns the bytes of an input of rows, if the input matches its declaration and has a row for each token.
 fn given_rows<'a>(
     specs: &[InputSpec],
     inputs: &[Argument<'a>],

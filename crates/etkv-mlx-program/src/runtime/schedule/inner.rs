@@ -51,7 +51,7 @@ pub fn run_scan(frame: &mut Frame, scan: &Scan, body: &Schedule) -> Result<OpRes
     Ok(OpResult::Tensors(Pieces::from_vec(made)))
 }
 
-/// Returns the axis of a loop, and its number of elements, which must be equal in all tensors.
+/// Returns the axis of a loop, and the number of its elements. All tensors must have the same number.
 fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
     let mut found = None;
     for original in &scan.originals {
@@ -68,7 +68,7 @@ fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
             );
         }
     }
-    found.map_or_else(|| fail!(Internal, "a loop has no tensor to run along"), Ok)
+    found.map_or_else(|| fail!(Internal, "expected a tensor that the loop splits, got none"), Ok)
 }
 
 fn arrays(frame: &Frame, values: &[Value]) -> Result<Vec<Array>> {

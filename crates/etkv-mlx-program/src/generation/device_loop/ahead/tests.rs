@@ -56,7 +56,7 @@ fn session(kind: &str, policy: LayerPolicy) -> Session {
     Session::new(builders(), MLX_BACKEND, kind, config).unwrap()
 }
 
-/// Begins answers in sequences 0, 2 and so on, to prompts of two tokens. `lasts` are the last tokens of the prompts.
+/// Begins answers to prompts of two tokens, in sequences 0, 2 and so on. `lasts` are the last tokens of the prompts.
 fn generation(program: &Program, lasts: &[i64], ahead: bool) -> Generation {
     let prompts = (0..).zip(lasts).map(|(n, &last)| Prompt::new(2 * n, vec![last - 1, last]));
     let run_ahead = if ahead { RunAhead::Always } else { RunAhead::Never };
@@ -112,7 +112,7 @@ fn a_step_ahead_whose_values_are_not_finite_is_refused_as_any_other() {
     }
 }
 
-/// There is no pause between calls, so the step after the refused one is running when the refused one is undone.
+/// There is no pause between calls. So when the refused step is undone, the next step is running.
 #[test]
 fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     let session = session("seq", LayerPolicy::Full);
@@ -135,7 +135,7 @@ fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     assert!(!cache.report().step_open && cache.report().poisoned.is_none());
     let cells = cache.sequences_mut().unwrap();
     assert_eq!([0, 2, 4].map(|one| cells.seq_next(one).unwrap()), [5; 3]);
-    // The other answers go on, in cells after those that the step wrote.
+    // The other answers go on, in cells after the cells that the step wrote.
     cells.seq_rm(0, 0..i32::MAX).unwrap();
     drop(cache);
     let options = GenerationOptions { max_tokens: 3, ..GenerationOptions::default() };
@@ -148,7 +148,7 @@ fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     assert_eq!(tokens, [7, 8, 9]);
 }
 
-/// If a step can be undone, the next one begins before its values are known to be finite.
+/// If a step can be undone, the next step begins before the values of the first are known to be finite.
 #[test]
 fn a_step_of_full_history_is_committed_before_its_values_are_read() {
     for (kind, policy, unread) in [
