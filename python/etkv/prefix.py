@@ -9,7 +9,7 @@ from etkv.errors import EtkvError
 
 
 class Prefix:
-    """A read-only sequence from position 0 on. :meth:`Cache.freeze` creates it, :meth:`Cache.attach` reads it.
+    """A read-only sequence that begins at position 0. :meth:`Cache.freeze` creates it, :meth:`Cache.attach` reads it.
 
     Its rows are freed once the prefix and all attached caches are gone, in any order. Any thread may use it.
     """
@@ -25,7 +25,7 @@ class Prefix:
     @property
     def rewindable_to(self) -> int:
         """The smallest length at which a cache can attach. It exceeds 1 if layers with windows have dropped rows that
-        an earlier query would see.
+        queries at smaller positions would see.
         """
         return int(lib().etkv_prefix_rewindable_to(self._prefix))
 

@@ -6,8 +6,8 @@ The tests import names of ExecuTorch's modules. Data types and host helpers are 
 specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters of this package's, which
 translate these differences:
 
-* ExecuTorch's caches describe a mask by its kind, and return a mask only if that is not enough. This package's caches
-  always return a mask.
+* ExecuTorch's caches describe a mask by its kind, and return a mask only if the kind is not enough. This package's
+  caches always return a mask.
 * ExecuTorch's step commits when its first layer is called, and its tests omit other layers. This package's step commits
   when all layers were called, so the adapter calls the omitted layers with zeros.
 * ExecuTorch's ``begin_step`` refuses a step that does not fit. Here the step is refused, and ``can_extend`` predicts
@@ -183,7 +183,7 @@ class CellAdapter(Adapter):
 def attend(q: Any, k: Any, v: Any, spec: Any, scale: float, out_dtype: Any) -> Any:
     n_queries, n_keys = q.shape[2], k.shape[2]
     if spec.kind is theirs.MaskKind.CAUSAL and n_queries != n_keys:
-        raise ValueError("theirs has causal masks of as many queries as keys only")
+        raise ValueError("expected as many keys as queries under ExecuTorch's causal mask")
     mask = torch.ones(n_queries, n_keys, dtype=torch.bool)
     if spec.kind is not theirs.MaskKind.NONE:
         mask = mask.tril() if spec.kind is theirs.MaskKind.CAUSAL else spec.mask

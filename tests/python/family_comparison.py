@@ -66,7 +66,8 @@ class TransformersLogits:
         return self._known[text]
 
     def effect(self, distance: int) -> float:
-        """Return the largest change of logits if a token is replaced that is ``distance`` or more tokens earlier.
+        """Return the largest change of a row of logits if a token at least ``distance`` positions before it is
+        replaced.
 
         The result is a fraction of the spread of logits.
         """
@@ -102,7 +103,7 @@ class Rows:
 def runs(program: Path) -> list[Rows]:
     """Run ``program`` in three sessions, and return the logits of all steps. Raises an ``EtkvError`` if it cannot run.
 
-    A step has up to :data:`MAX_STEP_TOKENS` tokens.
+    A step has at most :data:`MAX_STEP_TOKENS` tokens.
     """
     return [*_of_one_sequence(program), *_of_the_last_row(program), *_of_several_sequences(program)]
 
@@ -226,7 +227,7 @@ class _Batch:
             self.step(n, until=until)
 
     def run_more(self, tokens: int, n: int) -> None:
-        """Run ``tokens`` more tokens of each sequence, ``n`` of each in a step."""
+        """Run ``tokens`` more tokens of each sequence, ``n`` tokens of each sequence in a step."""
         self.run(n, until={number: each.ran + tokens for number, each in self.sequences.items()})
 
 

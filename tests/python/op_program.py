@@ -21,8 +21,9 @@ SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (Deco
 class Attention(torch.nn.Module):
     """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer.
 
-    If the layers are ``shared``, the program calls each twice, as two layers of a model do that share keys and values.
-    The second calls are in reverse order, with other queries, and their outputs follow those of the first calls.
+    If the layers are ``shared``, the program calls each layer twice, like two layers of a model that share keys and
+    values. The second calls are in reverse order, with other queries, and their outputs follow those of the first
+    calls.
     """
 
     def __init__(self, config: CacheConfig, out_dtype: torch.dtype, shared: bool = False) -> None:

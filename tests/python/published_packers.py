@@ -16,7 +16,7 @@ Packed = tuple[dict[str, Tensor], Tensor]
 
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The indices of the eight outputs in a word, from the lowest bits on."""
+"""The indices of the eight outputs in a word, beginning at the lowest bits."""
 
 
 def numbers(bits: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:
@@ -30,7 +30,7 @@ def scales(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float16) -> Te
 
 
 def words(row: Sequence[int], bits: int) -> list[int]:
-    """Return the int32 words with the numbers of ``row``, packed from the lowest bit on."""
+    """Return the int32 words with the numbers of ``row``, packed beginning at the lowest bit."""
     stream = 0
     for place, number in enumerate(row):
         stream |= int(number) << place * bits

@@ -435,8 +435,8 @@ def mlx_lm_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
 def weights(program: Program) -> dict[str, torch.Tensor]:
     """Return the weights in the .pte of ``program`` by their Hugging Face names, dequantized, as float32.
 
-    The program stores a quantized weight as unsigned integers of 4 or 8 bits, packed into words from the lowest bits
-    on, with a scale for each group of a row. Zero is the middle of the range, unless groups have biases.
+    The program stores a quantized weight as unsigned integers of 4 or 8 bits, packed into words beginning at the
+    lowest bits, with a scale for each group of a row. Zero is the middle of the range, unless groups have biases.
     """
     constants = read_constants(program.path)
     state = {}

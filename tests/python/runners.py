@@ -122,7 +122,9 @@ def by_title(output: str) -> dict[str, list[int]]:
 
 
 def refused(words: list[object], status: int, *told: str, **how) -> None:
-    """Check that a runner ends with ``status`` and prints only one line, on stderr, with each of ``told``."""
+    """Check that a runner ends with ``status`` and prints only one line, on stderr, that contains each of
+    ``told``.
+    """
     done = reference.run(words, timeout=60, **how)
     assert (done.returncode, done.stdout) == (status, ""), done.stderr
     line = done.stderr.removesuffix("\n")

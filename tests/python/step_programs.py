@@ -6,7 +6,7 @@ are two kinds of actions:
 ``Call(name, arguments)``
     A call of this method of the cache, with these positional arguments: ``rewind(length)``, ``clear()``,
     ``seq_cp(source, target, begin, end)``, ``seq_rm(sequence, begin, end)``, ``seq_keep(sequence)``, ``propose(parents,
-    sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions from ``begin`` on.
+    sequence)``, ``commit(accepted, sequence)``. If ``end`` is None, the range has no upper end.
 
 ``Step(positions, owners, seed)``
     One forward over every layer, with a token for each position. ``owners`` are the sequences of each token, or None
@@ -17,12 +17,12 @@ are two kinds of actions:
 A refused operation does not change the cache, with one exception: a declaration holds until a step commits. So a step
 after a refused step may use its declaration again.
 
-:func:`generate` creates a program from a kind, a config and a seed. It applies operations to a reference cache, whose
-lengths lead to valid operations, and which decides whether an operation is refused. :func:`run` applies a program to a
-cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs of every layer, and the
-answers of the cache afterwards. Two caches agree if in their outcomes ``refused`` and ``answers`` are equal and
-``outputs`` are close. If the cache belongs to a program that runs all layers at once, use :func:`declare`,
-:func:`step_rows` and :func:`answers` instead of :func:`run`.
+:func:`generate` creates a program from a kind, a config and a seed. It applies operations to a reference cache. From
+the cache's lengths it derives valid operations, and the cache decides whether an operation is refused. :func:`run`
+applies a program to a cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs
+of every layer, and the answers of the cache afterwards. Two caches agree if their outcomes have equal ``refused``,
+equal ``answers`` and close ``outputs``. If the cache belongs to a program that runs all layers at once, use
+:func:`declare`, :func:`step_rows` and :func:`answers` instead of :func:`run`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Outcome:
 def generate(kind: str, config: CacheConfig, seed: int, n_operations: int, most_tokens: int = 6) -> list[Operation]:
     """Return a program for a cache of this kind and config. Equal arguments give equal programs on every machine.
 
-    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens, except some
-    refused steps with up to one more than the capacity.
+    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens. Exceptions are
+    some refused steps, of at most one token more than the capacity.
     """
     return step_generator.Generator(kind, config, seed, most_tokens).program(n_operations)
 

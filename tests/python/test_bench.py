@@ -147,7 +147,7 @@ def test_a_table_as_markdown():
 
 
 def a_report():
-    """Return a report with every kind of plot, also plots without measured values."""
+    """Return a report with every kind of plot, including plots without measured values."""
     bars = [Panel("left", ["128", "2,048"], "context", "tokens/s", {"a": [1.0, None], "b": [2.0, 3.0]})]
     wide = [Panel("", ["affine4g64", "f16"], "", "MiB", {"MiB": [1.0, 2.0]})]
     lines = [Panel("", [1, 2, 64], "sequences", "tokens/s", {"a": [1.0, None, 900.0], "b": [None, None, None]})]

@@ -99,7 +99,9 @@ def test_masks_other_than_causal_ones_and_windows():
     # A union of masks has the same parts as the mask of a window, which is an intersection.
     assert found == [None] * len(others)
     assert [attention._chunk(mask) for mask in others] == [None, 8, None, None, None, None]
-    assert _error("bert").startswith("bert: its attention has the mask bidirectional_mask_function; expected a causal mask")
+    assert _error("bert").startswith(
+        "bert: its attention has the mask bidirectional_mask_function; expected a causal mask"
+    )
 
 
 def test_layers_with_chunks():

@@ -127,7 +127,7 @@ def test_handlers_may_use_the_library():
 
 
 def test_steps_and_calls_of_other_threads(caplog, exported):
-    """A thread that runs a program holds Python's lock and waits for MLX, which a logging thread may hold."""
+    """A thread that runs a program holds Python's lock and waits for MLX's lock, which a logging thread may hold."""
     path = exported("tiny-llama") / "model.pte"
     facts = etkv.read_kv_cache_metadata(path)
     etkv.set_log_level(_log.TRACE)

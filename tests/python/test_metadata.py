@@ -176,7 +176,7 @@ def test_a_cache_stores_the_dtype_of_its_program(variant, kind):
     # Either format may be set without the other.
     with kind(replace(config, v_format="f16"), backend=facts.backend) as session:
         assert session.formats == (dtype, "f16")
-    # Before quantization too.
+    # The dtype is also the format of rows before quantization.
     with kind(replace(config, k_format="row-int4", v_format="nvfp4", quantized_kv_start=4)) as session:
         assert session.formats == (dtype, dtype)
 
@@ -212,7 +212,7 @@ def test_other_versions(version):
     words = f"kv_cache.schema_version is {version}; this etkv reads versions 1 to 3"
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata(versioned(schema_version=version))
-    # Metadata of ExecuTorch's exporter is not used instead, because its values may differ.
+    # There is no fallback to the metadata of ExecuTorch's exporter, because its values may differ.
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata({**exporters(), "kv_cache.schema_version": version})
 

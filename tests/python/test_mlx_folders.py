@@ -161,7 +161,9 @@ def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
 
 
 def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
-    """Its experts stay in mxfp4. A gate and what it gates are two tensors, and alternate in one in transformers."""
+    """Its experts stay in mxfp4. A gate and the product that it gates are two tensors here. In transformers they
+    alternate in one tensor.
+    """
     convert = importlib.import_module("mlx_lm.convert").convert
     published, _ = test_published.gpt_oss(tmp_path, ("sliding_attention", "full_attention"))
     tiny_models.tokenizer().save_pretrained(published)

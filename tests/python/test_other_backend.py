@@ -85,7 +85,7 @@ def test_before_and_after(program, other, tmp_path):
     """The rows are the same whether the other backend is registered before or after etkv's."""
     told, expected = in_order(program, tmp_path / "after.npy", "etkv", "runtime", other)
     assert (told["id"], told["length"]) == ("MLXBackend", 4)
-    # As on macOS, where an earlier import of the runtime registers the other backend.
+    # On macOS, too, an earlier import of the runtime registers the other backend.
     told, rows = in_order(program, tmp_path / "before.npy", "runtime", other)
     assert (told["id"], told["length"]) == ("EtkvForMLX", 4)
     assert {"MLXBackend", "EtkvForMLX"} <= set(told["names"])

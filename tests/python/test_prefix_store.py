@@ -90,7 +90,7 @@ def test_a_text_in_a_bucket_outlives_its_process(llama):
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
         assert store.load(cache, ids[:45], fingerprint=model) == 45
         assert (program.forward([9, 8], [45, 46]) == expected).all()
-    # The runner's second run finds the text that the first has stored.
+    # The runner's second run finds the text that the first run has stored.
     words = [runner("chat"), "--model", llama.path, "--system", SYSTEM, "--ids", "--max-tokens", 16]
     words += ["--prefix-store", f"{address}-chat", "--prompt", "What is a cache?"]
     first, again = (reference.run(words) for _ in range(2))

@@ -393,7 +393,7 @@ def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings
 
 
 def gpt_oss(tmp_path: Path, kinds: tuple[str, ...] = ("full_attention",)) -> tuple[Path, Path]:
-    """Return a folder of a tiny gpt-oss with experts in mxfp4, and one with what they stand for."""
+    """Return a folder of a tiny gpt-oss with experts in mxfp4, and a folder with the decoded values."""
     from transformers import GptOssForCausalLM
 
     folder, plain = tmp_path / "quantized", tmp_path / "plain"

@@ -38,7 +38,7 @@ def hybrid(tmp_path_factory) -> Path:
 
 
 def run(program, tokens, at, chunk):
-    """Run the tokens from position ``at`` on, in steps of ``chunk``. Return the last logits."""
+    """Run the tokens, the first at position ``at``, in steps of ``chunk``. Return the last logits."""
     for start in range(at, len(tokens), chunk):
         piece = tokens[start : start + chunk]
         logits = program.forward(torch.tensor([piece]), torch.arange(start, start + len(piece)))

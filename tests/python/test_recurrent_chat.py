@@ -52,7 +52,7 @@ def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
 
 
 def test_an_answer_that_comes_back_shorter_runs_from_its_prompt(model, tokenizer):
-    """Clients remove the model's reasoning, so each turn differs from the cache from the end of the last prompt on."""
+    """Clients remove the model's reasoning, so each turn differs from the cache after the end of the last prompt."""
     rng = random.Random(1)
     with model.session(capacity=8192) as session, model.load(session) as program:
         chat = etkv.Chat(program, tokenizer)

@@ -32,7 +32,8 @@ CHUNK, PROMPT, DECODED = 100, 150, 64
 _TOLERANCE = {"zamba2": 2e-3}
 """Model -> tolerance of logits, as a fraction of their spread, if it exceeds 3e-4. This model has 54 layers.
 
-The models are sensitive: in qwen3.5 the error of the eager ops, token by token, is 1e-4, and that of bfloat16 is 0.8.
+The models are sensitive: in qwen3.5 the eager ops have an error of 1e-4 if they run token by token, and of 0.8 in
+bfloat16.
 """
 
 
@@ -204,7 +205,7 @@ def test_half_precision(tmp_path):
 
 
 def test_delegates_have_a_name_of_their_own(exported):
-    """The name differs from MLXBackend, that of ExecuTorch's own backend, which lacks the nodes."""
+    """The backend id is not MLXBackend: ExecuTorch's own backend has that id, and lacks the nodes."""
     path, _ = exported("lfm2")
     assert PteFile(path).delegates["forward"] == ["EtkvForMLX"]
 

@@ -31,7 +31,7 @@ KINDS = {
 
 
 def surveyed(name: str):
-    """Return the model ``name`` as a step that calls the ops, and its layers."""
+    """Return two things: a step of the model ``name`` that calls the ops, and the model's layers."""
     model = recurrent_models.model(name)
     recurrent.take(model)
     model.set_attn_implementation(attention.NAME)

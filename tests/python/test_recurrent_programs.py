@@ -466,7 +466,7 @@ class Way:
         assert self.next == length
 
     def fork(self) -> None:
-        """Fork a branch that continues with other tokens. Remove one of both sequences."""
+        """Fork a branch that continues with other tokens. Remove one of the two sequences."""
         begin, old = self.next, self.sequence
         if begin == 0:
             return

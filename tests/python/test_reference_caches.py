@@ -174,7 +174,7 @@ def check(kind: str, config: CacheConfig, program: list[Operation], cache: Refer
         action = operation.action
         assert outcome.refused == operation.refused, (operation, outcome.message)
         if outcome.refused is not None:
-            assert outcome.answers == before, f"{action} was refused and changed what the cache says"
+            assert outcome.answers == before, f"the refused {action} changed the cache's answers"
             if isinstance(action, Step) and action.owners is not None and _can_be(action.owners):
                 texts.declared = action.owners
             continue

@@ -1,5 +1,5 @@
-"""The way by which a text gets into a cache does not change the answer: on the CPU in float32, logits are bitwise
-equal.
+"""An answer does not depend on the way by which its text got into the cache: on the CPU in float32, logits are
+bitwise equal.
 
 The tests generate texts for models with full history and with windows, for both backends, every kind of cache and
 several formats. A text is read in steps, and then a question in one step and greedy tokens run. The ways are: an empty
@@ -123,7 +123,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached.read([some_ids(rng, rng.randint(1, 9))])
     attached.close()
 
-    # Freeze a text of which the first part is an attached prefix.
+    # Freeze a text whose first part is an attached prefix.
     chained = make()
     n = rng.randint(1, len(text.steps) - 1)
     chained.read(text.steps[:n])

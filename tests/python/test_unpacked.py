@@ -1,5 +1,6 @@
-"""The weights that a quantized program packs, also linear layers of GPT-2 and experts of Llama 4. The export reports
-the rest."""
+"""A quantized program packs all linear layers and experts, including those of GPT-2 and Llama 4. The export reports
+other weights.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FLOAT, AS_IT_IS = voxtral(), voxtral(older_names=False)
 RAN = [FLOAT, *(voxtral("--qlinear", name) for name in ("4w", "8w") if EVERYTHING)]
 
 SECONDS, PLACES = 40, 150
-"""Seconds of a recording, which has several pieces of 30 seconds, and its number of tokens, 75 for each piece."""
+"""The length of a recording in seconds, and the number of its tokens: 75 for each piece of 30 seconds."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -172,7 +172,7 @@ def _weights(folder: Path, config: dict, architecture: str) -> dict[str, np.ndar
         elif name.endswith("block_sparse_moe.router.weight"):
             written[f"blk.{layer}.ffn_gate_inp.weight"] = weight
         elif "projections." in name:
-            # Gemma 3n's, in one tensor in the order of their numbers.
+            # Projections of Gemma 3n are in one tensor, in the order of their numbers.
             key = "altup_unembd_proj.weight" if "unembed" in name else "altup_proj.weight"
             written[key] = np.concatenate([written[key], weight[None]]) if key in written else weight[None]
         elif "_layernorm.norms." in name:

@@ -125,12 +125,12 @@ def _gemma4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
 
 
 def _apertus(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    # They are keys.
+    # These weights become keys of the file.
     return {} if ".act_fn." in name else None
 
 
 def keys(architecture: str, weights: Tensors) -> dict[str, list[float]]:
-    """Return the keys that the converter makes of weights, a number for each layer."""
+    """Return the keys to which the converter changes some weights, with a number for each layer."""
     made: dict[str, list[float]] = {}
     for name, weight in sorted(weights.items()) if architecture == "apertus" else ():
         _, mark, part = name.partition(".act_fn.")
@@ -156,7 +156,9 @@ def _convolution(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
 
 
 def _tiled(config: Any, values: np.ndarray, size: int) -> np.ndarray:
-    """Return heads of values in another order: the first head of every head of keys, then the second of every one."""
+    """Return heads of values in another order: the first head of every head of keys, then the second head of each,
+    and so on.
+    """
     of_keys = config.linear_num_key_heads
     each = config.linear_num_value_heads // of_keys
     order = [key * each + number for number in range(each) for key in range(of_keys)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from etkv.export import hf_folder
 
 VOCABULARY = 320
-"""256 bytes and three special tokens; the rest is unused. A multiple of 64, so that every group size divides it."""
+"""Number of ids: 256 bytes, three special tokens, and unused ids."""
 
 BOS, EOS, IM_START = 256, 257, 258
 
@@ -141,7 +141,7 @@ CONFIGS = {
 """Model name -> function that returns its transformers configuration."""
 
 MIXTURES = ("tiny-mixtral", "tiny-qwen3-moe")
-"""The mixtures of experts among them."""
+"""The models that are mixtures of experts."""
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:

@@ -157,7 +157,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def is_greedy(rows: torch.Tensor, chosen: Sequence[int]) -> bool:
-    """Return whether each id is the greedy id after those before it. If two logits are nearly equal, both are
+    """Return whether each id is the greedy id after the ids before it. If two logits are nearly equal, both ids are
     accepted.
     """
     logits = rows.gather(1, torch.tensor(list(chosen), dtype=torch.int64)[:, None])[:, 0]

@@ -34,7 +34,7 @@ def loaded(made: Export, method: str = "forward") -> Iterator[etkv.Program]:
 
 
 def read(program: etkv.Program, ids: Sequence[int], start: int = 0, step: int = STEP) -> list[torch.Tensor]:
-    """Run ``ids`` from position ``start`` on, as ExecuTorch's runner does. Return every output, [T, width]."""
+    """Run ``ids``, the first at position ``start``, as ExecuTorch's runner does. Return every output, [T, width]."""
     made = []
     for first in range(0, len(ids), step):
         part = list(ids[first : first + step])

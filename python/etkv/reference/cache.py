@@ -99,7 +99,7 @@ class ReferenceCache(ABC):
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Removes the only sequence's positions from ``length`` on; 0 removes all."""
+        """Removes the only sequence's positions at or after ``length``."""
 
     def clear(self, *, release: bool = False) -> None:
         """Removes every position and restores the formats of the config. There are no buffers to ``release``."""

@@ -54,7 +54,7 @@ class RecurrentState:
         self._declared = list(sequences)
 
     def rewind(self, length: int, sequence: int = 0) -> None:
-        """Remove the tokens of ``sequence`` from position ``length`` on."""
+        """Remove the tokens of ``sequence`` at or after position ``length``."""
         self._refuse_in_step()
         if not 0 <= length <= self.length(sequence):
             raise PositionError(f"cannot rewind to length {length}: the sequence has {self.length(sequence)} positions")
