@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from etkv.export.request import ExportRequest
 from etkv.export.scratch import Scratch
 from etkv.linear_op import rounded
 from etkv.packed_weights import WeightFormat
+from etkv.pte import PteFile
 
 folders = test_kept_weights.folders
 GPTQ, OF_ATTENTION = test_kept_weights.GPTQ, test_kept_weights.OF_ATTENTION
@@ -64,7 +66,9 @@ def _with_zeros(kind: str, bits: int, group_size: int) -> Groups:
 
 
 def _with_biases(kind: str) -> Groups:
-    """Return the same with biases instead of zero points, as in files of mlx-lm."""
+    """Return random integers and scales as :func:`_groups` does, with biases instead of zero points, as in files of
+    mlx-lm.
+    """
     made = _groups(kind, 4, 64)
     return dataclasses.replace(made, zeros=None, biases=-made.scales.roll(1, 0))
 
@@ -77,7 +81,7 @@ FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
     "float32, groups of a row": (lambda: _groups("float32", 8, 512), 8, "int8_float32", 256),
     "zeros": (lambda: _with_zeros("float16", 4, 128), 4, "int4_float32_biased", 128),
     "zeros in 8 bits": (lambda: _with_zeros("bfloat16", 8, 64), 8, "int8_float32_biased", 64),
-    # A bias of such a scale would be rounded.
+    # The product of a zero point and a float32 scale would be rounded.
     "zeros and float32": (lambda: _with_zeros("float32", 4, 32), 4, None, 0),
     "biases": (lambda: _with_biases("bfloat16"), 4, "int4_bfloat16_biased", 64),
     "Q4_1": (lambda: _blocks("Q4_1"), 4, "int4_float16_biased", 32),
@@ -110,9 +114,9 @@ class _Layers(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> dict[str, list[torch.Tensor]]:
-    """Return the rows and the products of the integers of each case, as one program computes them.
+    """Return the rows of the embedding and the products of each case. One program computes them all.
 
-    The inputs of the products have one number each, which 8 bits represent.
+    Each input of the products has one element other than 0, which 8 bits represent exactly.
     """
     from executorch import exir
 
@@ -156,7 +160,7 @@ def test_formats_hold_the_numbers_of_a_file(tmp_path, case):
 
 @pytest.mark.parametrize("case", [case for case, (_, _, name, _) in FORMATS.items() if name])
 def test_a_program_has_the_numbers_of_a_file(outputs, case):
-    """They are bit for bit those of the file in rows of the embedding."""
+    """The rows of the embedding equal those of the file bit for bit."""
     make, bits, name, _ = FORMATS[case]
     groups = make()
     values, (rows, products) = groups.values(), outputs[case]
@@ -167,7 +171,7 @@ def test_a_program_has_the_numbers_of_a_file(outputs, case):
         scales = groups.scales.repeat_interleave(COLUMNS // groups.scales.shape[1], 1)
         assert torch.equal(products, (127 * integers * scales).T)
     else:
-        # The scale's part and the bias are rounded on their own.
+        # The term with the scale and the term with the bias are rounded separately.
         size = 127 * (groups.codes.max() * groups.scales.abs().max() + values.abs().max())
         assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * size).all())
 
@@ -332,3 +336,19 @@ def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):
 
 def _error(found: torch.Tensor, expected: Any) -> float:
     return float((found - torch.as_tensor(expected)).std() / found.std())
+
+
+@pytest.mark.skipif(not reference.EVERYTHING, reason="exports once more: make test-long")
+def test_a_program_of_experts_in_two_formats(tiny, tmp_path):
+    """The second products of an expert have the integers of the file, and the first are quantized."""
+    folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
+    test_published.quantize(folder, plain, GPTQ, CASES["gptq"][1], "down_proj")
+    hf = tmp_path / "hf"
+    request = ExportRequest(folder, tmp_path / "model.pte", backend="cpu", quantize="8da4w", verify=True, keep_hf=hf)
+    export_program(request)
+    payloads = [json.loads(payload) for payload in PteFile(request.output).cpu_payloads()]
+    (call,) = (payload for payload in payloads if payload["op"] == "routed_experts")
+    assert (call["weights"], call["group_size"]) == (["int4", "int4_float16"], [32, 32])
+    ids = list(range(40, 90))
+    (found,) = cpu_programs.run(request.output, ids)
+    assert _error(found, reference.logits(reference.load_hf(hf), ids)) < 0.2
