@@ -41,7 +41,7 @@ class Server {
              },
              [this](int32_t sequence) { return cache_.seq_rm(sequence); }}) {}
 
-  /// Adds a request. Refuses one that can never fit.
+  /// Adds a request. Refuses a request that can never fit.
   void submit(Decoding one) {
     if (refusals_.admit(one.title, one.prompt.size(), cache_)) {
       scheduler_.submit(one.prompt.size());
@@ -49,7 +49,7 @@ class Server {
     }
   }
 
-  /// Runs one forward for all requests; returns those that are finished.
+  /// Runs one forward for all requests. Returns the requests that are finished.
   Result<std::vector<size_t>> step() {
     Scheduler::Events events;
     ASSIGN_OR_RETURN(const auto shares, scheduler_.next(events));
@@ -84,7 +84,7 @@ class Server {
       row += static_cast<int64_t>(n);
       const auto& request = scheduler_.request(number);
       if (request.held < request.length) {
-        continue; // The prompt is not read to its end.
+        continue; // The prompt has not been read completely.
       }
       RETURN_IF_ERROR(requests_[number].take(model_, logits, row));
       scheduler_.grow(number);

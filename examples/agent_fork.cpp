@@ -189,8 +189,8 @@ class Fork {
     return branches_.front().prompt;
   }
 
-  /// Reads the part of the shared context that is not in the store; false after
-  /// Ctrl-C.
+  /// Reads the part of the shared context that is not in the store. Returns
+  /// false after Ctrl-C.
   Result<bool> read_trunk() {
     const auto end = trunk().begin() + static_cast<std::ptrdiff_t>(shared_);
     SaveOptions text;
@@ -213,7 +213,8 @@ class Fork {
     return true;
   }
 
-  /// Reads the tokens of a branch after the shared ones; false after Ctrl-C.
+  /// Reads the tokens of a branch that follow the shared ones. Returns false
+  /// after Ctrl-C.
   Result<bool> read_task(Decoding& branch) {
     const size_t rest = branch.prompt.size() - shared_;
     ASSIGN_OR_RETURN(
@@ -227,7 +228,7 @@ class Fork {
     return begin(model_, cache_, branch, shared_);
   }
 
-  /// Runs one token of each branch per step, until all have ended.
+  /// Runs one token of each branch per step, until all branches have ended.
   Result<void> decode() {
     for (auto active = unfinished(branches_); !active.empty() && !interrupted();
          active = unfinished(branches_)) {
@@ -242,7 +243,7 @@ class Fork {
           **std::min_element(active.begin(), active.end(), less_sure);
       stop_full(worst);
       if (active.size() > 1) {
-        // Make room for the others.
+        // Make room for the other branches.
         RETURN_IF_ERROR(cache_.seq_rm(worst.sequence));
       }
     }
@@ -266,8 +267,8 @@ class Fork {
         branch.ids);
   }
 
-  /// Returns whether a branch's sequence holds tokens, which it does until it
-  /// is removed.
+  /// Returns whether a branch's sequence holds tokens: it does until it is
+  /// removed.
   Result<bool> holds(const Decoding& branch) const {
     ASSIGN_OR_RETURN(const int32_t length, cache_.seq_len(branch.sequence));
     return length > 0;
@@ -316,7 +317,8 @@ class Fork {
     return {};
   }
 
-  /// Removes every branch except the best, and asks it another question.
+  /// Removes every branch except the best one, and asks the best branch another
+  /// question.
   Result<void> keep_best() {
     const Decoding* best = nullptr;
     for (const auto& branch : branches_) {
@@ -330,8 +332,8 @@ class Fork {
     }
     const Decoding kept = *best;
     RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
-    // The cells are scattered among those of removed branches. Contiguous cells
-    // need no mask.
+    // The branch's cells are scattered among cells of removed branches.
+    // Contiguous cells need no mask.
     RETURN_IF_ERROR(cache_.compact());
     ASSIGN_OR_RETURN(const int32_t length, cache_.length());
     say("kept: " + kept.title + " (" + counted(length, "position") + ")");
@@ -367,12 +369,12 @@ class Fork {
   SeqCache& cache_;
   const RunnerOptions& options_;
   std::string context_;
-  /// Null without a store.
+  /// Null if there is no store.
   StoredPrefixes* stored_;
   std::vector<Decoding> branches_;
   /// The number of ids that all branches begin with.
   size_t shared_ = 0;
-  /// The number of shared ids that the store had.
+  /// The number of shared ids that came from the store.
   size_t loaded_ = 0;
   size_t prefill_tokens_ = 0;
   std::vector<Decoding> answers_;

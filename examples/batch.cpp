@@ -34,8 +34,8 @@ class Together {
   Together(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// Returns how many prompts from `first` on fit in the empty cache with
-  /// answers of the maximum length; at least 1.
+  /// Returns how many prompts, starting at index `first`, fit in the empty
+  /// cache together with answers of the maximum length. Returns at least 1.
   size_t fitting(const std::vector<Decoding>& all, size_t first) const {
     // A step has one token of each answer.
     const auto most = static_cast<size_t>(
@@ -76,8 +76,8 @@ class Together {
   }
 
  private:
-  /// The same, with tokens chosen on the device. Each step starts before the
-  /// host reads the tokens of the previous step.
+  /// Does the same with tokens that the device chooses. Each step starts before
+  /// the host reads the tokens of the previous step.
   Result<void> answer_on_device(std::vector<Decoding>& all) {
     Stopwatch watch;
     std::vector<Prompt> prompts;
@@ -151,7 +151,8 @@ class Together {
     return {};
   }
 
-  /// Shows answers that have just ended, and frees their cells for the others.
+  /// Shows answers that have just ended, and frees their cells for other
+  /// sequences.
   Result<void> retire(std::vector<Decoding>& all) {
     for (auto& one : all) {
       ASSIGN_OR_RETURN(const auto held, cache_.seq_len(one.sequence));

@@ -1,5 +1,5 @@
-// The shortest runner: reads token ids, and prints 16 greedy token ids. For a
-// float32 program and a prompt that fits one step.
+// The shortest runner: it reads token ids, and prints 16 greedy token ids. The
+// program must be float32, and the prompt must fit one step.
 //
 //   etkv_minimal MODEL.pte ID...
 #include <algorithm>

@@ -1,6 +1,6 @@
 // etkv_prefix: a chat server's prefix cache. Every request is a whole
-// conversation. It goes on from the longest beginning that this process has
-// read before, or, with a store, an earlier process.
+// conversation. The answer goes on from the longest beginning that this process
+// has read before. With a store, an earlier process may have read it.
 
 #include <algorithm>
 #include <optional>
@@ -59,7 +59,7 @@ class Server {
         kept_(std::move(kept)) {}
 
   /// Answers a conversation, and reads only the part that was not read before.
-  /// Returns nullopt if it is longer than the cache.
+  /// Returns nullopt if the conversation is longer than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
     Decoding one;
@@ -131,7 +131,7 @@ class Server {
   }
 
  private:
-  /// Attaches the cache to the longest beginning of a prompt that was read
+  /// Attaches the cache to the longest beginning of a prompt that has been read
   /// before. Returns the length of that beginning.
   Result<size_t> attach(const std::vector<int64_t>& prompt) {
     // The last request's rows stay in the prefix cache. No rows are copied.
@@ -141,8 +141,8 @@ class Server {
         cache_, {kept_.fingerprint, {prompt.begin(), prompt.end() - 1}});
   }
 
-  /// Keeps the contents of the cache. The least recently used prefixes make
-  /// room.
+  /// Keeps the contents of the cache. The least recently used prefixes are
+  /// dropped to make room.
   Result<void> keep(const std::vector<int64_t>& text) {
     ASSIGN_OR_RETURN(
         const bool is_kept,

@@ -1,6 +1,6 @@
 // etkv_rollback: uses of seq_rm. It undoes an exchange, repeats an answer,
 // slides a window over a long answer, and replaces a tool call by the tool's
-// result. None of these moves bytes.
+// result. No bytes move.
 
 #include <algorithm>
 #include <optional>
@@ -49,9 +49,9 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
-/// Returns the positions that a layer sees if the sequence keeps only its first
-/// `sinks` and its last `window` positions, as a layer with a window. Returns
-/// nullopt if no single window describes them.
+/// Returns a layer with a window that sees the same positions as `layer` does
+/// if the sequence keeps only its first `sinks` and its last `window`
+/// positions. Returns nullopt if no single window describes these positions.
 std::optional<LayerConfig>
 seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
@@ -120,9 +120,9 @@ class Thread {
     return one;
   }
 
-  /// Removes the ids from `length` on. If layers with windows have dropped rows
-  /// that the next token would see, removes all ids and prints a message.
-  /// Returns the remaining length.
+  /// Removes the ids at or after index `length`. If layers with windows have
+  /// dropped rows that the next token would see, removes all ids and prints a
+  /// message. Returns the remaining length.
   Result<size_t> roll_back(size_t length) {
     length = std::min(held_.size(), length);
     ASSIGN_OR_RETURN(const size_t kept, cut(cache_, /*sequence=*/0, length));
@@ -153,8 +153,8 @@ class Rollback {
         prompts_(options.prompts_or(built_in())),
         thread_(model, cache) {}
 
-  /// Rolls back the second question, and asks the third in its place. Returns
-  /// false after Ctrl-C, as the other scenes do.
+  /// Rolls back the second question, and asks the third in its place. Like the
+  /// other scenes, returns false after Ctrl-C.
   Result<bool> undo() {
     std::vector<Message> said;
     ASSIGN_OR_RETURN(bool going, ask(said, prompts_.front()));
@@ -170,7 +170,8 @@ class Rollback {
     return going;
   }
 
-  /// Asks the first question again, then with another beginning of the answer.
+  /// Asks the first question again, then once more with another beginning of
+  /// the answer.
   Result<bool> regenerate() {
     ASSIGN_OR_RETURN(auto prompt, model_.encode(prompts_.front()));
     ASSIGN_OR_RETURN(bool going, record("regenerate", prompt));
@@ -262,8 +263,8 @@ class Rollback {
   }
 
  private:
-  /// Asks a question, and adds the answer to the conversation; false after
-  /// Ctrl-C.
+  /// Asks a question, and adds the answer to the conversation. Returns false
+  /// after Ctrl-C.
   Result<bool> ask(std::vector<Message>& said, const std::string& question) {
     said.push_back({"user", question});
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
@@ -283,7 +284,7 @@ class Rollback {
     return record(title, prompt, options_.max_tokens);
   }
 
-  /// Answers a prompt, and shows the answer so far; false after Ctrl-C.
+  /// Answers a prompt, and shows the answer so far. Returns false after Ctrl-C.
   Result<bool> record(
       const std::string& title,
       const std::vector<int64_t>& prompt,
@@ -333,15 +334,15 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
     return {};
   }
   RETURN_IF_ERROR(check_answers(model, rollback.answers()));
-  // The same window, as a window of the cache's layers.
+  // Compare with the same window as a property of the cache's layers.
   auto layers = model.config().layers;
   for (auto& layer : layers) {
     const auto seen = seen_in(layer, window, sinks);
     if (!seen) {
       say("window: not compared: --window " + std::to_string(window) +
           " and --sinks " + std::to_string(sinks) +
-          " in a layer's own window of " + std::to_string(layer.window) +
-          " show what no single window does");
+          " in a layer with a window of " + std::to_string(layer.window) +
+          " are no single window");
       return {};
     }
     layer = *seen;

@@ -126,7 +126,7 @@ Result<CacheConfig> cache_config(const std::string& sizes) {
   return config;
 }
 
-/// The inputs of a method, and the tensors that they point to.
+/// The inputs of a method, and the tensors to which they point.
 struct Inputs {
   std::vector<EValue> values;
   std::vector<executorch::extension::TensorPtr> tensors;

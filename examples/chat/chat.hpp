@@ -28,7 +28,7 @@ class Chat {
   /// After an error the conversation is as before.
   Result<Answer> ask(const std::string& said);
 
-  /// Asks line by line until the person leaves.
+  /// Answers line after line until the person leaves.
   void converse();
 
  private:

@@ -84,8 +84,8 @@ Sampling sampling_of(const ParsedOptions& parsed) {
   return sampling;
 }
 
-/// Returns the name of a set option that cannot be used with a draft; nullptr
-/// if there is none.
+/// Returns the name of an option that is set and cannot be used with a draft;
+/// nullptr if there is none.
 const char* without_draft(const ParsedOptions& parsed) {
   return parsed.top_k                       ? "--top-k"
          : parsed.top_p != 1.0              ? "--top-p"
@@ -172,18 +172,18 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   RETURN_IF_ERROR(check_format(options.model.kv_format));
   if (options.model.raw && options.system) {
     return refuse(
-        "--system is a part of the chat template, which --raw leaves out");
+        "--system does not go with --raw, which uses no chat template");
   }
   if (options.speculation.draft && options.session.value_or("tree") != "tree") {
     return refuse(
-        "--draft takes --session tree, not " + *options.session +
+        "--draft requires --session tree, got " + *options.session +
         ": draft tokens are a tree");
   }
   if (!options.speculation.draft &&
       (options.speculation.depth || options.speculation.width)) {
     return refuse(
         std::string(options.speculation.depth ? "--depth" : "--width") +
-        " is the shape of a draft's tree, and there is no --draft");
+        " requires --draft: it sets the shape of a draft's tree");
   }
   if (const char* unused = without_draft(parsed);
       options.speculation.draft && unused != nullptr) {
@@ -197,8 +197,7 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         "too");
   }
   if (parsed.prefix_store_mib && !options.prefix_store) {
-    return refuse(
-        "--prefix-store-mib is for a --prefix-store, and there is none");
+    return refuse("--prefix-store-mib requires --prefix-store");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
@@ -224,8 +223,8 @@ Result<void> require_no_session(const Options& options) {
   }
   return refuse(
       std::string(option) +
-      " is for a cache that etkv makes, and the program has its own in its "
-      "graph (it does not report `get_n_caches`)");
+      " requires a cache that etkv makes, but the program keeps its cache in "
+      "its graph (it does not report `get_n_caches`)");
 }
 
 std::string help_text() {

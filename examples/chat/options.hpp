@@ -13,7 +13,7 @@ namespace etkv::examples {
 
 struct Options {
   ModelOptions model;
-  /// One question; empty for a conversation at the terminal.
+  /// The question; empty for a conversation at the terminal.
   std::optional<std::string> prompt;
   std::optional<std::string> system;
   int64_t max_tokens = 256;
@@ -34,7 +34,7 @@ struct Options {
 
 Result<Options> parse_options(int argc, const char* const* argv);
 
-/// Refuses the options of a session, for a program that has its cache in its
+/// Refuses options of a session. Called for a program with a cache in its
 /// graph.
 Result<void> require_no_session(const Options& options);
 

@@ -1,5 +1,5 @@
-// Stored texts: the contents of the cache are kept in memory and in a folder,
-// so that the beginning of a text is read only once, even by several processes.
+// Stored texts. The contents of the cache are kept in memory and in a folder,
+// so the beginning of a text is read only once, even by several processes.
 #pragma once
 
 #include <cstdint>

@@ -11,13 +11,13 @@
 
 namespace etkv::examples {
 
-/// Returns the next line of input. Shows a prompt if the input is a terminal.
-/// Returns nullopt at the end of the input and after Ctrl-C.
+/// Returns the next line of input. Shows an input prompt if the input is a
+/// terminal. Returns nullopt at the end of the input and after Ctrl-C.
 std::optional<std::string> read_line();
 
 /// Shows the progress of a prompt that needs more than one step of `step`
-/// tokens. On a terminal it redraws one line and erases it at the end.
-/// Otherwise it prints a line for each tenth of the prompt.
+/// tokens. On a terminal the progress is one line, which is redrawn and finally
+/// erased. Otherwise there is a line for each tenth of the prompt.
 class PrefillProgress {
  public:
   explicit PrefillProgress(size_t step) : step_(step) {}

@@ -34,7 +34,7 @@ class Arguments {
       std::optional<std::string>* value);
 
   /// Adds an option that may be set several times. Its values, in order,
-  /// replace those of `values`.
+  /// replace the contents of `values`.
   void texts(
       std::string name,
       std::string placeholder,
@@ -57,7 +57,8 @@ class Arguments {
       int64_t most,
       std::optional<int64_t>* value);
 
-  /// The same, and the value may also be `word`, which sets no number.
+  /// Adds the same option, whose value may also be `word`. `word` sets no
+  /// number.
   void integer_or(
       std::string word,
       std::string name,

@@ -27,7 +27,7 @@ class Batch {
     sequences_.push_back(sequence);
   }
 
-  /// Adds `n` tokens of a sequence, from `position` on.
+  /// Adds `n` tokens of a sequence. The first one is at `position`.
   void
   add(const int64_t* tokens, size_t n, int64_t position, int32_t sequence) {
     for (size_t i = 0; i < n; ++i) {
@@ -65,7 +65,7 @@ struct Decoding {
   int32_t sequence = 0;
   /// The ids so far. The last one is not in the cache: the next step runs it.
   std::vector<int64_t> ids = {};
-  /// The natural logarithm of the joint probability of all ids.
+  /// The natural logarithm of the joint probability of the answer's ids.
   double log_probability = 0.0;
   /// The reason that the answer ended; nullopt while it goes on.
   std::optional<FinishReason> stop = std::nullopt;
@@ -90,18 +90,18 @@ Result<std::optional<LogitsView>> read_ids(
     size_t held,
     size_t end);
 
-/// Removes the positions of a sequence from `length` on, or all positions if
-/// layers with windows have dropped rows that the next token needs. Returns the
-/// remaining length.
+/// Removes the positions of a sequence at or after `length`, or all positions
+/// if layers with windows have dropped rows that the next token needs. Returns
+/// the remaining length.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 
-/// Runs the prompt of `one` from index `held` on, and chooses the first id of
-/// the answer. The sequence holds the ids before `held`. Returns false after
-/// Ctrl-C.
+/// Runs the prompt of `one` after its first `held` ids, which the sequence
+/// holds. Chooses the first id of the answer. Returns false after Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
-/// Runs the last id of each request and chooses its next one. Runs one step, or
-/// several if there are more requests than the program accepts tokens.
+/// Runs the last id of each request, and chooses the next id of each. This
+/// takes one step, or several if there are more requests than the program
+/// accepts tokens.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,

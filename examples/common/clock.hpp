@@ -8,7 +8,7 @@
 
 namespace etkv::examples {
 
-/// Measures seconds since its construction or the last lap.
+/// Measures the seconds since construction or the last lap.
 class Stopwatch {
  public:
   double lap() {

@@ -113,7 +113,7 @@ Result<Answer> Generator::answer(
     return answer;
   }
   const auto rewound = rewind(kept);
-  // Return the first error, which caused the others.
+  // Return the first error, because it caused the others.
   RETURN_IF_ERROR(ran);
   RETURN_IF_ERROR(rewound);
   return answer;
@@ -283,7 +283,7 @@ Result<void> Generator::decode(
 }
 
 Result<size_t> Generator::rewind(size_t length) {
-  // Use the cache's length, not that of `held_`: a failed step was either
+  // Use the length of the cache, not of `held_`: a failed step was either
   // rolled back or failed after its commit.
   ASSIGN_OR_RETURN(
       const int32_t left, cache_.rewind(static_cast<int32_t>(length)));

@@ -41,7 +41,7 @@ struct Answer {
   double decode_seconds = 0.0;
 };
 
-/// Refuses a prompt that is empty, or longer than a cache of this capacity.
+/// Refuses a prompt that is empty, or longer than this capacity.
 Result<void> check_length(size_t prompt_tokens, int32_t capacity);
 
 /// Callbacks while an answer is generated.
@@ -58,8 +58,8 @@ class Stepper {
  public:
   virtual ~Stepper() = default;
 
-  /// Called after each prefill chunk, with the position of its first token. The
-  /// program has the chunk's hidden states.
+  /// Called after each prefill chunk, with the position of the chunk's first
+  /// token. The program has the chunk's hidden states.
   virtual void read(int64_t /*position*/) {}
 
   /// Returns the first id of the answer, from the logits of the prompt's last
@@ -82,8 +82,8 @@ class SamplingStepper : public Stepper {
   SamplingStepper(Program& program, Sampling sampling)
       : program_(program), sampling_(std::move(sampling)) {}
 
-  /// Begins an answer to `prompt`, which has all tokens of the text. Tokens
-  /// from index `start` on count as repeated, as for an etkv::Generation.
+  /// Begins an answer to `prompt`, which has all tokens of the text. Tokens at
+  /// or after index `start` count as repeated, as for an etkv::Generation.
   void begin(std::vector<int64_t> prompt, size_t start);
 
   Result<int64_t> first(const LogitsView& logits) override;
@@ -106,13 +106,13 @@ class SamplingStepper : public Stepper {
 /// Answers prompts. It remembers the ids that the cache holds. If a prompt
 /// begins with these ids, only the rest of the prompt runs.
 ///
-/// Tokens of an MLX program are chosen on the device, by an etkv::Generation. A
-/// program for the CPU, with its cache in the graph, or with a stepper runs
-/// step by step.
+/// Tokens of an MLX program are chosen on the device, by an etkv::Generation.
+/// Other programs run step by step: CPU programs, programs with a cache in the
+/// graph, and any program with a stepper.
 class Generator {
  public:
-  /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
-  /// answer. A stepper chooses ids itself, and ignores `sampling`.
+  /// Borrows its arguments. They must outlive the generator. `eos_token_ids`
+  /// end an answer. A stepper chooses ids itself, and ignores `sampling`.
   Generator(
       Program& program,
       TextCache cache,
@@ -122,17 +122,17 @@ class Generator {
   Generator(const Generator&) = delete;
   Generator& operator=(const Generator&) = delete;
 
-  /// Answers `prompt`, the whole conversation from its first token on.
+  /// Answers `prompt`, the whole conversation including its first token.
   ///
-  /// After an error or an interruption before the first token, the cache is
-  /// rewound to the ids that the prompt shares with the text before it, or to
-  /// nothing if it cannot be rewound that far.
+  /// After an error or an interruption before the answer's first token, the
+  /// cache is rewound to the ids that the prompt shares with the previous text,
+  /// or to 0 if it cannot be rewound that far.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Removes the positions from `length` on, or all positions if the cache
+  /// Removes the positions at or after `length`, or all positions if the cache
   /// cannot be rewound that far. Returns the remaining length.
   Result<size_t> rewind(size_t length);
 

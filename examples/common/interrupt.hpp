@@ -3,8 +3,8 @@
 
 namespace etkv::examples {
 
-/// Records the first Ctrl-C from now on, and forgets an earlier one. A second
-/// Ctrl-C ends the process, even during a long step.
+/// Forgets an earlier Ctrl-C, and records the next one. A second Ctrl-C ends
+/// the process, even during a long step.
 void arm_interrupt();
 
 /// Returns whether Ctrl-C was pressed since arm_interrupt().

@@ -12,7 +12,7 @@ void quiet_executorch();
 /// Prints etkv's log to standard error, if ETKV_LOG is set. Its value has the
 /// syntax of Rust's RUST_LOG (`debug`, `etkv::core=trace,warn`). Each message
 /// is a line with its time in UTC, its level and its target. Returns an error
-/// for a value that is not in that syntax.
+/// for a value that does not have this syntax.
 Result<void> print_log_as_asked();
 
 } // namespace etkv::examples

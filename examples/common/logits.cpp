@@ -55,7 +55,7 @@ float to_float(Half value) {
   constexpr uint32_t kSign = 0x8000U;
   constexpr uint32_t kMinNotFinite = 0x7c00U;
   constexpr uint32_t kFloatExponent = 0x7f800000U;
-  // The exponents of float16 are biased by 15, those of float32 by 127.
+  // Exponents of float16 are biased by 15, exponents of float32 by 127.
   constexpr float kRebias = 0x1p112F;
   const uint32_t magnitude = value.x & ~kSign;
   const float scaled = bits_as<float>(magnitude << 13U) * kRebias;
@@ -104,12 +104,12 @@ int64_t first_equal(const T* values, int64_t from, int64_t end, float wanted) {
   return -1;
 }
 
-/// Returns the index of the greatest of `n` values, the first of equals; -1 if
-/// all are NaN.
+/// Returns the index of the greatest of `n` values; the first index if several
+/// are equal, and -1 if all are NaN.
 template <typename T>
 int64_t first_greatest(const T* values, int64_t n) {
-  // The search for the index is not vectorized, so it searches only one block:
-  // the first with the greatest value.
+  // The search for the index is not vectorized. So only one block is searched,
+  // the first block with the greatest value.
   constexpr int64_t kBlock = 1024;
   float best = kMin;
   int64_t best_start = -1;
@@ -161,7 +161,7 @@ Result<void> check_rows(const LogitsView& logits, size_t n_tokens) {
       ETKV_ERROR_UNSUPPORTED,
       "the program returns logits of " + std::to_string(logits.rows) + " of " +
           std::to_string(n_tokens) +
-          " tokens, and all are needed: export it without "
+          " tokens, expected all of them: export it without "
           "`--logits last`");
 }
 

@@ -30,15 +30,15 @@ Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor);
 /// have been exported with `--logits last`.
 Result<void> check_rows(const LogitsView& logits, size_t n_tokens);
 
-/// Returns the index of the greatest logit of a row, the first of equal ones.
-/// Returns an error if all logits are NaN.
+/// Returns the index of the greatest logit of a row; the first index if several
+/// are equal. Returns an error if all logits are NaN.
 Result<int64_t> argmax(const LogitsView& logits, int64_t row);
 
 /// Returns the natural logarithm of the softmax probability of one index of a
 /// row.
 double log_probability(const LogitsView& logits, int64_t row, int64_t index);
 
-/// Writes a row as float32 to `out`, which has room for the vocabulary.
+/// Writes a row as float32 to `out`. `out` must have room for the vocabulary.
 void copy_row(const LogitsView& logits, int64_t row, float* out);
 
 } // namespace etkv::examples

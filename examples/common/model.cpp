@@ -86,7 +86,8 @@ Result<void> check_format(
   if (!format) {
     return {};
   }
-  // A multiple of every format's group, so that only the name is checked.
+  // The size is a multiple of every format's group, so only the name is
+  // checked.
   constexpr int32_t kHeadDim = 128;
   uint64_t bytes = 0;
   etkv_error* error = nullptr;

@@ -41,8 +41,8 @@ void add_format_argument(
     Arguments& arguments,
     std::optional<std::string>* format);
 
-/// Refuses an unknown storage format. `option` is the option that set it, for
-/// the message.
+/// Refuses an unknown storage format. `option` is the name of the option that
+/// set the format, for the message.
 Result<void> check_format(
     const std::optional<std::string>& format,
     const std::string& option = "--kv-format");
@@ -83,8 +83,8 @@ class Model {
   /// first token (BOS).
   Result<std::vector<int64_t>> encode_text(const std::string& text) const;
 
-  /// Removes the eos token id from an answer, because the chat template adds
-  /// it.
+  /// Removes the eos token id from an answer. The chat template adds the eos
+  /// token itself.
   std::vector<int64_t> without_eos(std::vector<int64_t> ids) const;
 
   /// Returns the text of an answer.

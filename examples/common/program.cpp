@@ -148,8 +148,8 @@ Result<void> Program::read_hidden_states() {
   }
   const Error unusable(
       ETKV_ERROR_PROGRAM,
-      "the program reports hidden states, and its `forward` has none, or not "
-      "one row for each token");
+      "the program reports hidden states, but its `forward` does not return "
+      "one row of them for each token");
   const auto meta = module_->method_meta(kForward);
   const auto type_of = [&](const auto& tensor) -> Result<HiddenStateType> {
     if (!tensor.ok() || tensor->sizes().size() != 3) {
@@ -181,7 +181,8 @@ Result<void> Program::read_facts() {
   ASSIGN_OR_RETURN(const auto tap, read_integers(kDraftTap));
   if (tap && tap->size() != 1) {
     return Error(
-        ETKV_ERROR_PROGRAM, "the program's `get_draft_tap` is not one layer");
+        ETKV_ERROR_PROGRAM,
+        "expected one layer from the program's `get_draft_tap`");
   }
   if (tap) {
     draft_tap_ = tap->front();
@@ -330,7 +331,7 @@ Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {
 }
 
 Result<void> Program::check_ids(const int64_t* tokens, size_t n) const {
-  // An embedding does not check its index: ids of a wrong tokenizer would read
+  // An embedding does not check indices: ids of a wrong tokenizer would read
   // memory past the table.
   const auto* stray = std::find_if(tokens, tokens + n, [this](int64_t token) {
     return token < 0 || token >= vocabulary_;

@@ -30,9 +30,9 @@ class Program {
       const std::string& path,
       GraphCache graph_cache = GraphCache::refused);
 
-  /// Loads the model, bound to the cache with this key. If it is loaded,
-  /// unloads it first, so that its weights are never in memory twice. A program
-  /// that cannot return the requested rows of logits returns all rows.
+  /// Loads the model, bound to the cache with this key. If the model is already
+  /// loaded, unloads it first, so that its weights are never in memory twice. A
+  /// program that cannot return the requested rows of logits returns all rows.
   Result<void>
   load(const char* cache_key, Logits rows, Passes passes = Passes::standard);
 
@@ -67,11 +67,11 @@ class Program {
       size_t n,
       const GivenHiddenStates& given);
 
-  /// Runs a step at consecutive positions from `position` on.
+  /// Runs a step at consecutive positions, the first at `position`.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
 
   /// Returns the hidden states of the last step, a row for each token; nullopt
-  /// if the program returns none. Valid until the next step.
+  /// if the program returns none. The rows are valid until the next step.
   const std::optional<HiddenStatesView>& hidden_states() const {
     return hidden_states_;
   }
@@ -82,10 +82,11 @@ class Program {
   /// Refuses ids outside the vocabulary.
   Result<void> check_ids(const int64_t* tokens, size_t n) const;
 
-  /// Returns the maximum tokens of a prompt in one step. This is the program's
-  /// limit, or fewer in two cases: if each token has a row of logits, because
-  /// rows are as wide as the vocabulary and are in memory twice; and for a
-  /// draft with hidden states as inputs, whose warm-up has only short steps.
+  /// Returns the maximum tokens of a prompt in one step: the program's limit,
+  /// or fewer in two cases. If each token has a row of logits, steps are
+  /// shorter because rows are as wide as the vocabulary and are in memory
+  /// twice. For a draft with hidden states as inputs, steps are shorter because
+  /// its warm-up has only short steps.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {
@@ -109,8 +110,9 @@ class Program {
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// Returns the type of a row of hidden states that the program returns, and
-  /// that a draft has as input; nullopt if there are none.
+  /// Returns the type of a row of the hidden states that the program returns. A
+  /// draft has the same type as input. Returns nullopt if there are no hidden
+  /// states.
   const std::optional<HiddenStateType>& hidden_state_type() const {
     return hidden_state_type_;
   }
@@ -151,12 +153,11 @@ class Program {
 using OnChunk =
     std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
 
-/// Runs `n` tokens, at least one, from `position` on, in steps of at most
-/// `chunk` tokens; 0 for the program's prefill_size().
+/// Runs `n` tokens, at least one, the first at `position`, in steps of at most
+/// `chunk` tokens. A `chunk` of 0 stands for the program's prefill_size().
 ///
 /// @returns the logits of the last step; nullopt if `on_chunk` returned false.
-///          The chunks that ran before that, or before an error, stay in the
-///          cache.
+///          Chunks that ran earlier stay in the cache, even after an error.
 Result<std::optional<LogitsView>> prefill(
     Program& program,
     const int64_t* tokens,

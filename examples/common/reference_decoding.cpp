@@ -14,8 +14,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The result of a comparison: the numbers of ids that reference decoding
-/// chooses, and of ids whose logits trail only by rounding.
+/// The result of a comparison: the number of ids that reference decoding also
+/// chooses, and the number of ids whose logits trail only by rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
@@ -61,7 +61,8 @@ class ReferenceDecoder {
   }
 
  private:
-  /// Refuses an id whose logit is less than the greatest by more than rounding.
+  /// Refuses an id if rounding does not explain how far its logit is below the
+  /// greatest one.
   Result<void> check_tie(
       const Decoding& answer,
       size_t i,

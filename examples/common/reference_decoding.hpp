@@ -18,17 +18,17 @@ namespace etkv::examples {
 /// prints the result. Loads the program again, with another cache.
 ///
 /// The result of a float sum depends on the order of its terms. MLX may use
-/// another order for a step of several tokens than for a step of one, as it
-/// does with 4-bit weights, and then another logit can be the greatest. So an
-/// id that reference decoding does not choose is accepted if its logit is
-/// within rounding_margin() of the greatest. Such ids are reported, and
-/// reference decoding goes on after them. A larger difference is an error that
-/// names the answer, the step, both ids and the margin. More such ids than
-/// allowed_ties() are an error too.
+/// another order for a step of several tokens than for a step of one, as with
+/// 4-bit weights. Then another logit can be the greatest. So an id that
+/// reference decoding does not choose is accepted if its logit is within
+/// rounding_margin() of the greatest. Such ids are reported, and reference
+/// decoding goes on after them. A larger difference is an error that names the
+/// answer, the step, both ids and the margin. More such ids than allowed_ties()
+/// are an error too.
 ///
 /// An answer must end at an eos token id, at its limit of tokens, or because
-/// the cache is full. If all answers are of sequence 0, the last case requires
-/// that the answer fills the cache; with several sequences this cannot be
+/// the cache is full. If all answers are of sequence 0, an answer of the last
+/// kind must have filled the cache. With several sequences this cannot be
 /// checked. An empty list of answers is an error. After Ctrl-C the comparison
 /// stops without a message.
 ///
@@ -40,9 +40,9 @@ Result<void> check_answers(
     const std::vector<Decoding>& answers,
     const std::function<void(CacheConfig&)>& change = nullptr);
 
-/// Returns the maximum difference of two logits of a row whose order rounding
-/// may change. The greatest logit of the row has this magnitude, the program
-/// computes in `dtype`, and keys and values are stored in `kv_format`.
+/// Returns the maximum difference of two logits of a row such that rounding can
+/// change their order. The greatest logit of the row has this magnitude, the
+/// program computes in `dtype`, and keys and values are stored in `kv_format`.
 ///
 /// The margin is 4 units in the last place of the greatest logit; the largest
 /// measured difference is 2. If `kv_format` differs from `dtype`, a rounding

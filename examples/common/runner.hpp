@@ -57,9 +57,9 @@ class Runner {
     checks_.push_back(std::move(check));
   }
 
-  /// Reads the command line. Opens the model, runs `body` and closes the model,
-  /// as often as `--repeat` says. Returns the exit status: 0, 1 after an error,
-  /// 2 for an invalid command line, 130 after Ctrl-C.
+  /// Reads the command line. Opens the model, runs `body` and closes the model;
+  /// `--repeat` is the number of times. Returns the exit status: 0, 1 after an
+  /// error, 2 for an invalid command line, 130 after Ctrl-C.
   int main(
       int argc,
       const char* const* argv,
@@ -91,7 +91,7 @@ Result<void> show(
 /// Prints a message if an answer ended because the cache is full.
 void say_stop(FinishReason stop, int32_t capacity);
 
-/// Counts the requests that a runner refuses while it goes on with others.
+/// Counts refused requests. The runner goes on with other requests.
 class Refusals {
  public:
   /// Returns whether a prompt fits in a cache alone, and prints a message if it

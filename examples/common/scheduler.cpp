@@ -34,7 +34,7 @@ Result<std::vector<Scheduler::Share>> Scheduler::next(Events& events) {
   RETURN_IF_ERROR(admit(events));
   std::vector<Share> shares;
   size_t left = step_tokens_;
-  // Answers before prompts, because users wait for them.
+  // Answers come before prompts, because users wait for answers.
   for (const bool answering : {true, false}) {
     for (const size_t number : active_) {
       if ((rest(number) == 1) == answering && left > 0) {
@@ -67,15 +67,16 @@ Result<void> Scheduler::keep_going(Events& events) {
       return {};
     }
     RETURN_IF_ERROR(release(last, State::waiting));
-    // Before all other waiting requests, which arrived later.
+    // The request goes before all other waiting requests, because they arrived
+    // later.
     waiting_.insert(waiting_.begin(), last);
     events.preempted.push_back(last);
   }
 }
 
 Result<void> Scheduler::admit(Events& events) {
-  // A step that preempts a request admits none, because it would admit the same
-  // request again.
+  // A step that preempts a request admits no request: it would admit the
+  // preempted one again.
   while (!waiting_.empty() && events.preempted.empty() && !events.stuck) {
     const size_t number = waiting_.front();
     size_t needed = rest(number);

@@ -1,5 +1,6 @@
-// Chooses the tokens of each step, while requests arrive and others are
-// answered. It has only numbers, and uses the cache through two functions.
+// The scheduler chooses the tokens of each step, while requests arrive and
+// others are answered. It stores only numbers, and uses the cache through two
+// functions.
 #pragma once
 
 #include <cstddef>
@@ -30,10 +31,10 @@ class Scheduler {
   };
 
   struct Request {
-    /// The number of ids of its prompt and its answer so far. The last id is
+    /// The number of ids of the prompt and of the answer so far. The last id is
     /// not in the cache.
     size_t length = 0;
-    /// The number of its ids in the cache.
+    /// The number of the request's ids in the cache.
     size_t held = 0;
     State state = State::waiting;
     int32_t sequence = 0;
@@ -64,8 +65,8 @@ class Scheduler {
   size_t submit(size_t length);
 
   /// Returns the shares of the next step: one token of each running answer,
-  /// then a prefill chunk of each running prompt, oldest first, up to
-  /// `step_tokens`.
+  /// then a prefill chunk of each running prompt, oldest first. A step has at
+  /// most `step_tokens` tokens.
   ///
   /// A request is admitted if three things fit together: the rest of the
   /// running prompts, the request's prompt, and some tokens of each running
@@ -73,8 +74,8 @@ class Scheduler {
   /// evicted. If not even the rest of the running prompts and the next tokens
   /// fit, the active request that was admitted last is preempted.
   ///
-  /// Returns an error if the cache fails to remove a request, which then stays
-  /// as it was.
+  /// Returns an error if the cache fails to remove a request. The request then
+  /// stays as it was.
   Result<std::vector<Share>> next(Events& events);
 
   /// Records that a step with these shares has committed.
@@ -85,7 +86,7 @@ class Scheduler {
     ++requests_[request].length;
   }
 
-  /// Records that a request is answered. It is idle from now on.
+  /// Records that a request is answered. The request is then idle.
   void finish(size_t request);
 
   /// Removes a request and the positions that it holds.

@@ -13,7 +13,8 @@ Result<StoredPrefixes> open_prefixes(
     uint64_t bytes,
     uint64_t memory) {
   std::optional<PrefixStore> store;
-  // Without a store there are only texts of this model, so any name will do.
+  // Without a store there are only texts of this model, so any fingerprint will
+  // do.
   std::string fingerprint = "this model";
   if (place) {
     ASSIGN_OR_RETURN(store, PrefixStore::open(*place, bytes));

@@ -17,13 +17,14 @@ inline constexpr uint64_t kStoreBytes = uint64_t{4} << 30;
 struct StoredPrefixes {
   PrefixCache prefixes;
   std::string fingerprint;
-  /// Whether a stored text serves only texts that go on near its end.
+  /// Whether a stored text can only be continued near its end.
   bool has_windows = false;
 };
 
-/// Makes a prefix cache, with or without a folder or bucket whose files take up
-/// to `bytes`. Prefixes in memory take up to `memory` bytes; 0 stands for the
-/// bytes of a contiguous cache of the model at its capacity.
+/// Makes a prefix cache, with or without a folder or bucket. The files of the
+/// folder or bucket take at most `bytes`. Prefixes in memory take at most
+/// `memory` bytes; 0 stands for the bytes of a contiguous cache of the model at
+/// its capacity.
 Result<StoredPrefixes> open_prefixes(
     const Model& model,
     const std::optional<std::string>& place,

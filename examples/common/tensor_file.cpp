@@ -31,7 +31,7 @@ struct Dtype {
   size_t bytes;
 };
 
-/// The dtypes, at the index of their numbers in a file.
+/// The dtypes. The index of a dtype is its number in a file.
 constexpr std::array<Dtype, 7> kDtypes = {{
     {ScalarType::Float, "f32", 4},
     {ScalarType::Half, "f16", 2},

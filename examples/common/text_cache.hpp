@@ -13,8 +13,8 @@ class TextCache {
   /// Borrows a cache of etkv.
   TextCache(Cache& cache) : cache_(&cache) {}
 
-  /// Borrows a loaded program that keeps its cache in its graph, and uses up to
-  /// `capacity` positions of it.
+  /// Borrows a loaded program that keeps its cache in its graph. Uses at most
+  /// `capacity` positions of that cache.
   TextCache(Program& program, int32_t capacity)
       : program_(&program), capacity_(capacity) {}
 
@@ -29,10 +29,10 @@ class TextCache {
   /// Returns whether another position fits.
   Result<bool> can_extend() const;
 
-  /// Removes the positions from `length` on, and positions before it that must
-  /// run again. With windows or recurrent layers, the cache can be rewound only
-  /// to its last positions and to checkpoints; a cache in a graph, only to 0.
-  /// Returns the remaining length.
+  /// Removes the positions at or after `length`, and earlier positions that
+  /// must run again. A cache with windows or recurrent layers can be rewound
+  /// only to its last positions and to checkpoints. A cache in a graph can be
+  /// rewound only to 0. Returns the remaining length.
   Result<int32_t> rewind(int32_t length);
 
   /// Marks where the prompt of a turn will end; see etkv_cache_mark_turn.

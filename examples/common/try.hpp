@@ -1,4 +1,4 @@
-// Macros that return the error of a call, so that the steps of a runner stay
+// Macros that return early if a call fails, so that the steps of a runner stay
 // readable.
 #pragma once
 

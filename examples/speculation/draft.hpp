@@ -26,9 +26,9 @@ class Draft {
   /// Called with the accepted chain of the last tree, the root first.
   virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
 
-  /// Called with the target's hidden states, if it returns any: a row for each
-  /// position of a prompt or of accepted ids, from this position on. They
-  /// replace earlier rows from this position on.
+  /// Called with the target's hidden states, if the target returns any: a row
+  /// for each position of a prompt or of accepted ids, the first row for
+  /// `position`. They replace the earlier rows of this and later positions.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
   /// Returns the best width of trees, if it is known for this draft. Otherwise

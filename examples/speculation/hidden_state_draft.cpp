@@ -101,7 +101,7 @@ Result<LogitsView> HiddenStateDraft::run_text(
   const std::vector<std::byte> nothing(type_.bytes());
   std::vector<int64_t> positions;
   for (size_t i = first; i < first + n; ++i) {
-    // The target has not run the last id, so use the row of the id before.
+    // The target has not run the last id, so use the row of the previous id.
     const size_t row = i < last ? i : std::max<size_t>(i, 1) - 1;
     const std::byte* at = row < last
                               ? hidden_states_.data() + row * type_.bytes()

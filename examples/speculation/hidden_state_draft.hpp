@@ -1,5 +1,5 @@
-// Draft tokens from the model's last layers, which are fed with the hidden
-// states of the layer below.
+// Draft tokens from the model's last layers. These are fed with the hidden
+// states of the layer below them.
 #pragma once
 
 #include <cstddef>
@@ -55,14 +55,15 @@ class HiddenStateDraft : public ProgramDraft {
     return hidden_states_.size() / type_.bytes();
   }
 
-  /// The type of the draft's rows, the type of the target's rows, and the
+  /// The type of the draft's rows, the type of the target's rows, and the byte
   /// offset of the draft's part in a target row.
   HiddenStateType type_;
   HiddenStateType given_type_;
   size_t offset_;
-  /// The target's rows, one for each position of the text from the first on.
+  /// The target's rows, one for each position of the text, beginning with the
+  /// first.
   std::vector<std::byte> hidden_states_;
-  /// The number of first ids in the cache that ran with these rows.
+  /// The number of leading ids in the cache that ran with these rows.
   size_t known_ = 0;
   /// The hidden states that the draft returned for the nodes of the tree, the
   /// root first.

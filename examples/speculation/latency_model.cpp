@@ -8,10 +8,10 @@ void LatencyModel::add(size_t tokens, double seconds) {
   // The machine's speed changes, so new measurements count more than old ones.
   constexpr double kNew = 0.25;
   // If the cache grows, a forward takes several times as long. Without a cap,
-  // such a measurement could prevent further forwards of that many tokens,
-  // which would correct the mean.
+  // such a measurement could prevent further forwards of that many tokens, and
+  // only these would correct the mean.
   constexpr double kMax = 1.5;
-  // The first forwards, of which only the shortest counts.
+  // The number of first forwards. Only the shortest of them counts.
   constexpr int kEarly = 4;
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
   Mean& mean = entry->second;

@@ -7,7 +7,7 @@
 namespace etkv::examples {
 
 /// Running means of seconds, interpolated linearly between measured numbers of
-/// tokens, and extrapolated after the last.
+/// tokens, and extrapolated after the largest.
 ///
 /// The first forward of a number of tokens also creates kernels and buffers.
 /// The next few may be slow too, as at the start of a process. So only the
@@ -25,7 +25,7 @@ class LatencyModel {
     /// The number of measured forwards.
     int forwards;
 
-    /// Returns whether there are measurements after the first forward.
+    /// Returns whether any forward after the first has been measured.
     bool settled() const {
       return forwards > 1;
     }

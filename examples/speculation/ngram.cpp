@@ -18,7 +18,7 @@ struct Match {
   double weight;
 };
 
-/// Returns how many ids before `at` match those before the end.
+/// Returns how many ids before `at` match the ids before the end of the text.
 size_t match_length(const std::vector<int64_t>& text, size_t at) {
   size_t n = 0;
   while (n < kMax && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
@@ -44,7 +44,7 @@ std::vector<Match> matches(const std::vector<int64_t>& text) {
   return found;
 }
 
-/// A node of the tree, the matches of its path, and the ids on its path.
+/// A node of the tree, the matches of its path, and the ids of its path.
 struct Branch {
   int32_t node;
   std::vector<Match> matches;

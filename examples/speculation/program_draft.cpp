@@ -68,8 +68,8 @@ std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   return all;
 }
 
-/// Replaces the likeliest ids of each leaf by the same number of drawn ids, so
-/// that the number does not depend on the draw.
+/// Replaces the likeliest ids of each leaf by drawn ids. The number of ids
+/// stays, so that it does not depend on the draw.
 std::vector<Child> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Child>& chosen,
@@ -107,7 +107,8 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
         "it has a vocabulary of " + std::to_string(program.vocabulary()) +
             " ids, and the model one of " + std::to_string(target.vocabulary));
   }
-  // A program that reports no context length gets that of the target.
+  // A program that reports no context length gets the context length of the
+  // target.
   const int32_t context = program.params().max_context_length;
   const int32_t capacity =
       context > 0 ? std::min(target.capacity, context) : target.capacity;

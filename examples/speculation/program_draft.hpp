@@ -47,7 +47,8 @@ class ProgramDraft : public Draft {
   ProgramDraft(Program program, CacheSession<TreeCache> session)
       : program_(std::move(program)), session_(std::move(session)) {}
 
-  /// Returns a session for `program`, which it loads with the session's cache.
+  /// Returns a session for `program`. Loads the program with the session's
+  /// cache.
   static Result<CacheSession<TreeCache>> make_session(
       Program& program,
       const DraftTarget& target);
@@ -57,17 +58,17 @@ class ProgramDraft : public Draft {
   Result<void> measure();
 
   /// Returns how many ids in the cache may stay for a text that begins with
-  /// them. All may stay, unless some ran as nodes of a tree.
+  /// them. All of them may stay, unless some ran as nodes of a tree.
   virtual Result<size_t> reusable(const std::vector<int64_t>&) {
     return held_.size();
   }
 
-  /// Runs `n` ids of a text from index `first` on, where the cache ends.
+  /// Runs `n` ids of a text, starting at index `first`, where the cache ends.
   virtual Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) = 0;
 
-  /// Runs the nodes of a tree from `first` on, which are already proposed to
-  /// the cache. `positions` has the positions of all nodes.
+  /// Runs the nodes of a tree, starting at node `first`. They are already
+  /// proposed to the cache. `positions` has the positions of all nodes.
   virtual Result<LogitsView> run_nodes(
       const TokenTree& tree,
       const std::vector<int64_t>& positions,
@@ -83,19 +84,21 @@ class ProgramDraft : public Draft {
       const std::vector<int64_t>& text,
       const TreeShape& shape,
       Sampler& sampler);
-  /// Grows a chain of the likeliest ids, which needs no probabilities.
+  /// Grows a chain of the likeliest ids. A chain needs no probabilities.
   Result<TokenTree>
   grow_chain(TokenTree tree, LogitsView logits, const TreeShape& shape);
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& text);
   Result<LogitsView> run_level(const TokenTree& tree, size_t n);
   Result<void> keep(const std::vector<int32_t>& accepted);
 
-  /// Destroyed before the program, which keeps the cache alive.
+  /// The session is destroyed before the program. The program keeps the cache
+  /// alive.
   CacheSession<TreeCache> session_;
   /// The ids in the cache.
   std::vector<int64_t> held_;
-  /// The ids of the last tree's nodes in the cache: without the root, which is
-  /// part of the text, and the last level, which never runs.
+  /// The ids of the last tree's nodes in the cache. The root is not among them,
+  /// because it is part of the text, nor is the last level, because it never
+  /// runs.
   std::vector<int64_t> run_;
   /// The seconds of a forward, by its tokens.
   LatencyModel latency_;

@@ -60,7 +60,8 @@ softmax(const LogitsView& logits, int64_t row, double temperature) {
             std::to_string(id) + " is " +
             (std::isnan(best) ? "nan" : std::to_string(best)));
   }
-  // Float32 is much faster, and the result is rounded to float32 anyway.
+  // Computing in float32 is much faster, and the result is rounded to float32
+  // anyway.
   for (float& value : p) {
     value = std::exp(
         static_cast<float>((static_cast<double>(value) - best) / temperature));
@@ -74,8 +75,8 @@ int64_t draw(const Distribution& p, Rng& rng) {
   for (const float value : p) {
     sum += static_cast<double>(value);
   }
-  // Scale by the sum: it is 1 except for rounding, which must not make the last
-  // id likelier.
+  // Scale by the sum. The sum is 1 except for rounding, and rounding must not
+  // make the last id likelier.
   double left = rng.uniform() * sum;
   int64_t last = 0;
   for (size_t id = 0; id < p.size(); ++id) {

@@ -141,7 +141,7 @@ Result<VerificationResult> Speculator::verify_in_one_forward(
     int64_t base) {
   RETURN_IF_ERROR(cache_.propose(tree.parents));
   const Program& program = target_.program();
-  // A draft that needs hidden states needs those of every token.
+  // A draft that needs hidden states needs the states of every token.
   const bool on_device = sampler_.greedy() && !program.hidden_state_type() &&
                          program.params().backend_id == kMLXBackend;
   auto verified =
@@ -175,8 +175,8 @@ Result<VerificationResult> Speculator::verify_on_device(
   return verify(tree, chosen);
 }
 
-/// Ends the accepted chain at an eos token id, which ends the answer and does
-/// not run.
+/// Ends the accepted chain at an eos token id. Such an id ends the answer and
+/// does not run.
 void Speculator::cut_at_end(const TokenTree& tree, VerificationResult& verified)
     const {
   auto& accepted = verified.accepted;

@@ -11,8 +11,8 @@
 
 namespace etkv::examples {
 
-/// Nodes in the order they were added, each after its parent. Node 0 is the
-/// root: the last id of the text, which is not a candidate.
+/// The nodes in the order in which they were added, each after its parent. Node
+/// 0 is the root: the last id of the text, which is not a candidate.
 struct TokenTree {
   explicit TokenTree(int64_t root) {
     add(root, -1);
@@ -40,7 +40,7 @@ struct TokenTree {
     return found;
   }
 
-  /// Returns the children of a node, in the order they were added.
+  /// Returns the children of a node, in the order in which they were added.
   std::vector<int32_t> children(int32_t node) const {
     std::vector<int32_t> found;
     for (size_t i = 0; i < size(); ++i) {
@@ -54,7 +54,7 @@ struct TokenTree {
   std::vector<int64_t> tokens;
   std::vector<int32_t> parents;
   std::vector<int32_t> depths;
-  /// The distribution that a node's children were drawn from, without
+  /// The distribution from which a node's children were drawn, without
   /// replacement; empty if they were chosen without drawing.
   std::vector<Distribution> drawn_from;
 };
@@ -86,7 +86,7 @@ struct VerificationResult {
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
-/// The same for greedy verification, from the argmax after each node.
+/// Does the same for greedy verification, from the argmax after each node.
 Result<VerificationResult> verify(
     const TokenTree& tree,
     const std::vector<int64_t>& chosen);

@@ -5,12 +5,12 @@
 namespace etkv::examples {
 namespace {
 
-/// The factor of old observations at each new one: for long-term and for recent
-/// acceptance.
+/// The factor by which each new observation scales older ones: for long-term
+/// and for recent acceptance.
 constexpr double kFade = 0.97;
 constexpr double kLateFade = 0.8;
-/// The assumed acceptance of an untried candidate, by its rank, and the number
-/// of observations that the assumption counts as.
+/// The assumed acceptance of an untried candidate, by its rank. The assumption
+/// counts as this number of observations.
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
@@ -18,20 +18,21 @@ constexpr double kLateBelief = 1.0;
 /// Steps without a tree before any comparison, because the first steps of a
 /// process and the first step of each size are slow.
 constexpr int64_t kSingles = 4;
-/// The depth of the first trials, which are chains. Their drafts take this
-/// share of the time, or more if trials would otherwise come too late.
+/// The depth of the first trials, which are chains. The drafts of these trials
+/// take this share of the time, or more if trials would otherwise come too
+/// late.
 constexpr int64_t kTrials = 2;
 constexpr int64_t kTrialDepth = 3;
 constexpr double kEarlyTrialShare = 0.02;
 constexpr double kMaxEarlyPatience = 32.0;
 /// The minimum and maximum steps without a tree before a trial, and the share
-/// of the time that the drafts of trials take. Their verification takes
-/// additional time.
+/// of the time that the drafts of trials take. Verification takes additional
+/// time.
 constexpr double kPatience = 16.0;
 constexpr double kMaxPatience = 256.0;
 constexpr double kTrialShare = 0.01;
-/// The number of steps with a tree after which a step without one is measured
-/// again.
+/// The number of steps with a tree after which a step without a tree is
+/// measured again.
 constexpr int64_t kMaxTrees = 256;
 
 } // namespace

@@ -72,20 +72,20 @@ class Tuner {
   LatencyModel verification_;
   /// Acceptance by the rank of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
-  /// Recent acceptance of first candidates, because a text may become harder
-  /// from one token to the next.
+  /// Recent acceptance of first candidates. It is separate because a text may
+  /// become harder from one token to the next.
   Rank late_;
-  /// The mean ratio of a tree's nodes to the maximum nodes of its shape, over
-  /// trees that are not empty.
+  /// The mean ratio of a tree's number of nodes to the maximum of its shape,
+  /// over trees that are not empty.
   double filled_ = 1.0;
-  /// Steps without a tree, steps with one, steps since the last tree, and steps
-  /// since the last step without a tree.
+  /// The numbers of steps without a tree, of steps with a tree, of steps since
+  /// the last tree, and of steps since the last step without a tree.
   int64_t singles_ = 0;
   int64_t trees_ = 0;
   int64_t without_ = 0;
   int64_t behind_ = 0;
-  /// The draft seconds of the last trial, including reading the text since the
-  /// trial before.
+  /// The seconds of the draft in the last trial, including the time to read the
+  /// text since the previous trial.
   double trial_seconds_ = 0.0;
   /// Whether the next tree is a trial after a long time without trees.
   bool is_trial_ = false;

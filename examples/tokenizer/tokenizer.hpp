@@ -32,13 +32,13 @@ class Detokenizer {
  public:
   /// Returns the text that `id` completes: whole characters, or none. U+FFFD
   /// stands for bytes that form no character. An id without a token has no
-  /// text; a number that cannot be an id is an error. Valid until the next
-  /// call.
+  /// text; a number that cannot be an id is an error. The text is valid until
+  /// the next call.
   Result<std::string_view> add_token(int64_t id);
 
   /// Ends the answer and returns the rest of its text. U+FFFD stands for an
-  /// incomplete character. Valid until the next call, which may begin another
-  /// answer.
+  /// incomplete character. The text is valid until the next call, which may
+  /// begin another answer.
   Result<std::string_view> finalize();
 
  private:
@@ -55,14 +55,14 @@ class Detokenizer {
 /// UTF-8. Several threads may use one tokenizer.
 class Tokenizer {
  public:
-  /// Reads a tokenizer.json, or the folder that holds one. Also reads, from the
-  /// same folder if they exist, chat_template.jinja, additional_chat_templates/,
-  /// tokenizer_config.json and generation_config.json.
+  /// Reads a tokenizer.json, or the folder that holds one. If the folder has
+  /// chat_template.jinja, additional_chat_templates/, tokenizer_config.json or
+  /// generation_config.json, they are read too.
   static Result<Tokenizer> from_pretrained(const std::string& path);
 
   /// Returns all ids of `text`: truncation and padding of tokenizer.json are
   /// ignored. With `add_special_tokens`, includes the tokens that the tokenizer
-  /// adds around a text. The first one (BOS) is not added to a text that
+  /// adds around a text. The first token (BOS) is not added to a text that
   /// already begins with it.
   Result<std::vector<int64_t>> encode(
       std::string_view text,

@@ -146,10 +146,10 @@ def test_one_prompt_and_samples_are_those_of_python(model, tokenizer, program):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--session", "contiguous"], "--session is for a cache that etkv makes"),
-        (["--kv-format", "f16"], "--kv-format is for a cache that etkv makes"),
-        (["--kv-dtype", "f16"], "--kv-format is for a cache that etkv makes"),
-        (["--draft", "ngram"], "--draft is for a cache that etkv makes"),
+        (["--session", "contiguous"], "--session requires a cache that etkv makes"),
+        (["--kv-format", "f16"], "--kv-format requires a cache that etkv makes"),
+        (["--kv-dtype", "f16"], "--kv-format requires a cache that etkv makes"),
+        (["--draft", "ngram"], "--draft requires a cache that etkv makes"),
         (["--capacity", CONTEXT + 1], f"--capacity {CONTEXT + 1} is above {CONTEXT}"),
     ],
 )

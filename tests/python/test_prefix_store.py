@@ -173,7 +173,7 @@ def test_etkv_chat_loads_what_it_stored(llama, kind, tmp_path):
 
 def test_etkv_chat_refuses_options_that_exclude_each_other(llama, tmp_path):
     words = [runner("chat"), "--model", llama.path, "--prompt", "hi"]
-    refused([*words, "--prefix-store-mib", 9], MISUSED, "--prefix-store-mib is for a --prefix-store")
+    refused([*words, "--prefix-store-mib", 9], MISUSED, "--prefix-store-mib requires --prefix-store")
     refused(
         [*words, "--prefix-store", tmp_path, "--draft", "ngram"], MISUSED, "--prefix-store does not go with --draft"
     )

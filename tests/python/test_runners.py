@@ -517,5 +517,5 @@ def test_chat_goes_on_with_a_draft(llama):
 
 def test_chat_with_a_draft_on_another_kind_of_cache(llama):
     words = [reference.CHAT, "--model", llama.path, "--prompt", "hi", "--draft", "ngram", "--session", "seq"]
-    refused(words, MISUSED, "--draft takes --session tree, not seq")
+    refused(words, MISUSED, "--draft requires --session tree, got seq")
     refused([*words[:-1], "ring"], MISUSED, "--session takes one of contiguous, seq, tree", '"ring"')

@@ -39,7 +39,7 @@ pub struct Backend {
 impl Backend {
     /// `config` is the contents of `tokenizer_config.json`.
     pub fn new(mut tokenizer: Tokenizer, config: &Value) -> std::result::Result<Self, String> {
-        // Disable the cache of words, which each thread would keep even after the tokenizer is dropped.
+        // Disable the cache of words: each thread would keep it even after the tokenizer is dropped.
         let mut model = tokenizer.get_model().clone();
         model.resize_cache(0);
         let is_bpe = matches!(model, ModelWrapper::BPE(_));
@@ -74,7 +74,7 @@ impl Backend {
         self.doubles_first(text, &self.encoded(text, true)?)
     }
 
-    /// Returns whether `ids`, the ids of `text` with special tokens, have the first id of `text` twice.
+    /// Returns whether `ids`, the ids of `text` with special tokens, begin with the first id of `text` twice.
     fn doubles_first(&self, text: &str, ids: &[u32]) -> Result<bool> {
         if ids.len() < 2 || ids[0] != ids[1] {
             return Ok(false);
@@ -112,7 +112,7 @@ impl Backend {
         self.tokenizer.token_to_id(token)
     }
 
-    /// Returns the token of `id`; None if the vocabulary has none.
+    /// Returns the token of `id`; None if the vocabulary has no such id.
     pub fn token(&self, id: u32) -> Option<String> {
         self.tokenizer.id_to_token(id)
     }
@@ -121,7 +121,7 @@ impl Backend {
         self.tokenizer.get_added_vocabulary().is_special_token(token)
     }
 
-    /// Returns whether the token stands for one byte, which forms characters with adjacent bytes.
+    /// Returns whether the token stands for one byte. Such bytes form characters with adjacent bytes.
     pub fn is_byte(&self, token: &str) -> bool {
         let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
         self.byte_fallback

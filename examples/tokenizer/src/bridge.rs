@@ -1,7 +1,7 @@
 //! The C++ interface, which `cxx` generates from this file; `tokenizer.cpp` calls it.
 //!
-//! An error throws `rust::Error` in C++. A panic would end the process, so the functions that return a `Result`
-//! convert it to an error; the others only read fields. Text arrives as bytes, and is checked for UTF-8 here.
+//! An error throws `rust::Error` in C++. A panic would end the process, so functions that return a `Result` convert a
+//! panic to an error. The other functions only read fields. Text arrives as bytes, and is checked for UTF-8 here.
 
 use std::ffi::OsStr;
 use std::panic::{catch_unwind, AssertUnwindSafe};

@@ -11,8 +11,8 @@ pub enum Part {
     Ids(Vec<u32>),
 }
 
-/// The delimiter of a message's number, which stands in place of its text. It is a private-use character, which no
-/// text of a conversation has.
+/// The delimiter of a message's number. The number stands in place of the message's text. The delimiter is a
+/// private-use character, which no text of a conversation has.
 const MARK: char = '\u{f8fe}';
 
 /// Renders a conversation, and replaces the text of messages with ids by their ids.
@@ -45,8 +45,8 @@ fn mark(n: usize) -> String {
     format!("{MARK}{n}{MARK}")
 }
 
-/// Splits `text` at the messages that have marks in `marked`, the same conversation rendered with marks. If the two
-/// differ elsewhere, returns the message next to the difference.
+/// Splits `text` at the messages that have marks in `marked`, the same conversation rendered with marks. If `text`
+/// and `marked` differ elsewhere, returns the message next to the difference.
 fn split(
     text: &str,
     marked: &str,
@@ -62,7 +62,7 @@ fn split(
         last = number.parse().ok();
         let message = last.and_then(|n: usize| variables.messages.get(n)).ok_or(last)?;
         let content = message.content.as_str();
-        // Many templates trim a message. Its ids stay complete, because the cache has them.
+        // Many templates trim a message. The ids of the message stay complete, because the cache has all of them.
         rest = [content, content.trim(), content.trim_start(), content.trim_end()]
             .into_iter()
             .find_map(|content| rest.strip_prefix(content)?.strip_prefix(after))

@@ -5,16 +5,17 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 
-/// Replaces bytes that form no character.
+/// The replacement for bytes that form no character.
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// The maximum ids whose text is held back or decoded again with each new id, because it ends within a character.
+/// The maximum number of ids whose text is held back because it ends within a character. Each new id decodes that
+/// text again.
 const MAX_HELD: usize = 64;
 
 /// The text of one answer during its generation. The pieces together are the text of all ids.
 ///
 /// Text that the next ids may change is held back: the bytes of an incomplete character, and a run of byte tokens,
-/// which is decoded at once.
+/// because a run is decoded as a whole.
 pub struct Detokenizer {
     backend: Arc<Backend>,
     skip_special_tokens: bool,
@@ -39,7 +40,8 @@ impl Detokenizer {
         }
     }
 
-    /// Adds the next id. Returns the text that it completes, which may be empty. An id without a token has no text.
+    /// Adds the next id. Returns the text that the id completes. The text may be empty. An id without a token has no
+    /// text.
     pub fn add_token(&mut self, id: i64) -> Result<&str> {
         self.piece.clear();
         let id = u32::try_from(id).map_err(|_| Error::Decode {
@@ -100,7 +102,7 @@ impl Detokenizer {
     }
 }
 
-/// Returns `text` without the beginning that it shares with `out`.
+/// Returns `text` without the beginning that `text` shares with `out`.
 fn after_common_prefix<'a>(text: &'a str, out: &str) -> &'a str {
     let common =
         text.chars().zip(out.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8());

@@ -1,6 +1,6 @@
 //! Refuses a `tokenizer.json` whose steps could make a text too long.
 //!
-//! `python/etkv/_pipeline.py` has the same rule. A step that writes two characters for one doubles a text, and forty
+//! `python/etkv/_pipeline.py` has the same rule. A step may write two characters for one and double a text. Forty
 //! such steps exhaust the memory of a process. So the maximum growth of a text is computed before a file is loaded.
 
 use std::fs::File;
@@ -68,7 +68,7 @@ fn own_growth(step: &Value) -> f64 {
         }
         Some("Prepend") => 1.0 + bytes("prepend"),
         Some("Metaspace") => 1.0 + bytes("replacement"),
-        // These write a space, or the text of a special token, between tokens.
+        // These steps write a space, or the text of a special token, between tokens.
         Some("WordPiece" | "BPEDecoder" | "CTC") => {
             let written = ["prefix", "suffix", "pad_token", "word_delimiter_token"];
             1.0 + written.into_iter().map(bytes).fold(0.0, f64::max)

@@ -49,7 +49,7 @@ impl Tokenizer {
     }
 
     /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer adds around a
-    /// text. The first one (BOS) is not added to a text that already begins with it.
+    /// text. The first token (BOS) is not added to a text that already begins with it.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         self.backend.encode(text, add_special_tokens)
     }

@@ -19,10 +19,10 @@ const MAX_UNITS: u64 = 256 << 20;
 /// The maximum nesting of lists that are printed or compared.
 const MAX_DEPTH: usize = 100;
 
-/// The units of an item of a list or a mapping, for its bytes and the time to read it.
+/// The units of an item of a list or a mapping. They stand for its bytes and for the time to read it.
 pub const ITEM: u64 = 32;
 
-/// The units of a new list or mapping. They limit the depth of nesting.
+/// The units of a new list or mapping. They limit how deep lists and mappings can be nested.
 const CONTAINER: u64 = 512;
 
 /// The remaining units of a rendering.
@@ -103,7 +103,7 @@ impl Budget {
     pub fn take_comparison(&self, left: &Value, right: &Value) -> Result<(), Error> {
         match (left.as_str(), right.as_str()) {
             (Some(left), Some(right)) => self.take(1 + left.len().min(right.len()) as u64),
-            // Values of different kinds are unequal without a look at their contents.
+            // Values of different kinds are unequal, and their contents are not read.
             (Some(_), _) | (_, Some(_)) => Ok(()),
             _ if left.as_object().is_some() && right.as_object().is_some() => {
                 self.take_whole(left)?;
@@ -134,7 +134,7 @@ impl Budget {
 
     /// Refuses values that must not be contained in another value.
     pub fn check_parts(parts: &[Value]) -> Result<(), Error> {
-        // A namespace can change later, so it could come to contain itself.
+        // A namespace can change later, so it could later contain itself.
         match parts.iter().any(is_namespace) {
             true => Err(refusal("a namespace cannot be within another value".into())),
             false => Ok(()),

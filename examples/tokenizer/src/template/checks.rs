@@ -1,5 +1,5 @@
-//! The checks that [`super::program`] inserts before operators, filters, methods and tests. Each takes the units of
-//! the following operation from the budget, and returns the operation's arguments.
+//! The checks that [`super::program`] inserts before operators, filters, methods and tests. Each check takes the
+//! units of the following operation from the budget, and returns the operation's arguments.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::bounds::{is_namespace, items, Budget, ITEM};
 use super::program::{self, Check, Kind};
 use super::text;
 
-/// Adds the checks of operators, and those of a template's filters, tests and methods.
+/// Adds the checks of operators, and of a template's filters, tests and methods.
 pub fn add(environment: &mut Environment, checks: &[Check], budget: &Arc<Budget>) {
     let operators: [(&'static str, Operands); 11] = [
         (program::ADD, add_),
@@ -139,7 +139,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
             }
             budget.take(items(value).saturating_mul(each))
         }
-        // These do not read the contents of items.
+        // These operations do not read the contents of items.
         "list" | "reverse" => characters(all, budget),
         "first" | "last" | "length" | "count" | "default" | "d" | "items" => read(all, budget),
         "trim" => stripped(value, arguments, budget),
@@ -156,7 +156,7 @@ fn characters(all: &[Value], budget: &Budget) -> Result<(), Error> {
 
 fn call(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     match name {
-        // These convert other values to text.
+        // These filters convert other values to text.
         "raise_exception" | "strftime_now" => whole(all, budget),
         _ => read(all, budget),
     }
@@ -200,7 +200,7 @@ fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     }
 }
 
-/// Strips characters from the ends of a text: each character of the text is compared with each to strip.
+/// Strips characters from the ends of a text: each character of the text is compared with each character to strip.
 fn stripped(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let removed = arguments.first().map_or(1, text_length).max(1);
     whole(std::iter::once(value), budget)?;
@@ -260,7 +260,7 @@ pub fn formatting(value: &Value, arguments: &[Value], budget: &Budget) -> Result
     budget.take_text(total)
 }
 
-/// Returns the format specification at the start of `text`, which follows a `%` or `{`.
+/// Returns the format specification at the start of `text`, after a `%` or `{`.
 fn spec(text: &str) -> &str {
     let is_longer = |c: char| c.is_ascii_digit() || "-+ #.*".contains(c);
     if let Some(inside) = text.strip_prefix('{') {
@@ -282,7 +282,7 @@ fn width(digits: &str) -> u64 {
     digits.parse().unwrap_or(u64::MAX)
 }
 
-/// Returns the absolute values of the numbers among arguments, including named ones.
+/// Returns the absolute values of the numbers among arguments, including named arguments.
 fn numbers(arguments: &[Value]) -> impl Iterator<Item = u64> + '_ {
     flat(arguments).filter(Value::is_number).map(|value| number(&value))
 }
@@ -292,7 +292,7 @@ fn number(value: &Value) -> u64 {
     value.as_i64().map_or(u64::MAX, i64::unsigned_abs)
 }
 
-/// Flattens arguments: named ones to their values, and tuples to their items.
+/// Flattens arguments: named arguments to their values, and tuples to their items.
 fn flat(arguments: &[Value]) -> impl Iterator<Item = Value> + '_ {
     arguments.iter().flat_map(|value| match value {
         value if value.is_kwargs() => Kwargs::try_from(value.clone())

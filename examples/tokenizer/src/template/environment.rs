@@ -35,7 +35,7 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
         let printing = budget.clone();
         environment.add_filter(name, move |value: &Value| escape(value, &printing));
     }
-    // Jinja2 does not have these, and lazy lists could be nested without end.
+    // Jinja2 does not have these functions, and lazy lists could be nested without end.
     for name in ["bool", "chain", "lines", "pprint", "split", "zip"] {
         environment.remove_filter(name);
     }
@@ -81,7 +81,7 @@ fn is_callable(value: &Value) -> bool {
     value.kind() == ValueKind::Plain
 }
 
-/// Returns whether Python can iterate over a value. It cannot over None, although minijinja can.
+/// Returns whether Python can iterate over a value. Python cannot iterate over None, although minijinja can.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
@@ -141,7 +141,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     filters::length(value)
 }
 
-/// Jinja2's filter `int`, which returns the default for text that is not numeric.
+/// Jinja2's filter `int`. It returns the default for text that is not numeric.
 fn int(
     state: &State,
     value: &Value,
@@ -169,7 +169,7 @@ fn no_names() -> Kwargs {
     std::iter::empty::<(String, Value)>().collect()
 }
 
-/// Jinja2's filter `indent`, which indents empty lines only with `blank`.
+/// Jinja2's filter `indent`. It indents empty lines only if `blank` is set.
 fn indent(
     value: &str,
     width: Option<Value>,

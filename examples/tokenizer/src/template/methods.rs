@@ -1,4 +1,5 @@
-//! Python's methods of strings, lists and mappings, except those that change a value, which transformers refuses.
+//! Python's methods of strings, lists and mappings. Methods that change a value are missing: transformers refuses
+//! them.
 
 use minijinja::value::FunctionArgs;
 use minijinja::value::{from_args, Kwargs, Tuple, ValueKind};
@@ -297,7 +298,7 @@ fn find(text: &str, what: &str, start: Option<i64>, end: Option<i64>, last: bool
     Some(before + part[..place].chars().count())
 }
 
-/// Returns whether `part` has the prefix or suffix `what`, or one of several in a tuple.
+/// Returns whether `part` has the prefix or suffix `what`. `what` may be a tuple of several.
 fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Error> {
     if what.kind() == ValueKind::Seq {
         for one in what.try_iter()? {
@@ -325,7 +326,7 @@ fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Err
 /// The maximum width of padding.
 const MAX_WIDTH: i64 = 1 << 20;
 
-/// Returns the number of characters to pad `text` with, to reach `width`.
+/// Returns how many characters must be added to `text` to reach `width`.
 fn padding(text: &str, width: i64) -> Result<usize, Error> {
     if width > MAX_WIDTH {
         return refused(format!("the width is {width}, the maximum is {MAX_WIDTH}"));

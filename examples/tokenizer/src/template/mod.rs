@@ -25,7 +25,7 @@ pub use values::{Message, Variables};
 /// The maximum bytes of a template. Published templates have up to 60,000.
 const MAX_SOURCE: usize = 256 << 10;
 
-/// The stack of the rendering thread, in bytes; the system provides only the pages in use. The limits bound the
+/// The stack of the rendering thread, in bytes; the system provides only the pages in use. Two limits bound the
 /// recursion: a level of an expression takes at least two bytes of the template, and a level of a value takes the 512
 /// units of a list.
 const STACK: usize = 256 << 20;

@@ -130,7 +130,8 @@ fn each<'b, 'a>(all: &'b Instructions<'a>) -> impl Iterator<Item = &'b Instructi
 
 fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instructions<'b>, Error> {
     let mut made = Instructions::new(all.name(), all.source());
-    // The new index of each instruction, or of the checks before it, so that jumps lead to the checks.
+    // The new index of each instruction. If checks precede the instruction, it is the index of the checks, so that
+    // jumps lead to them.
     let mut places = Vec::new();
     let mut length = 0;
     for (n, instruction) in each(all).enumerate() {
@@ -168,7 +169,7 @@ fn with_checks<'b>(
 ) -> Result<Vec<Instruction<'b>>, Error> {
     use Instruction as I;
     let call = |name: &'b str, n: usize| I::CallFunction(name, u16::try_from(n).ok());
-    // The check returns the operands as a list, which is then unpacked to the stack, with its length.
+    // The check returns the operands as a list. The list is then unpacked to the stack, followed by its length.
     let before = |name: &'b str, n: usize, then: I<'b>| {
         vec![call(name, n), I::UnpackLists(1), I::DiscardTop, then]
     };

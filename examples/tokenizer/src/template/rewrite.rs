@@ -17,7 +17,7 @@ pub const SAME: &str = "__same__";
 /// The text that applies the filter.
 const KEPT: &str = "|__same__ ";
 
-/// The maximum tokens of one tag, because the time to compile a tag grows with the square of their number.
+/// The maximum number of tokens of one tag. The time to compile a tag grows with the square of that number.
 const MAX_TOKENS: usize = 4096;
 
 /// Returns a template that renders as `source` does in transformers. A template with a syntax error stays as it is,
@@ -51,7 +51,7 @@ pub fn prepared(source: &str) -> Result<String, Error> {
     Ok(made)
 }
 
-/// The part of a tag that was read so far.
+/// The part of a tag that has been read so far.
 #[derive(Default)]
 struct Tag {
     length: usize,
@@ -106,8 +106,8 @@ impl Tag {
     }
 }
 
-/// Replaces the tags `{% generation %}`, which are for training and render nothing, by a condition that is always
-/// true, which trims white space in the same way.
+/// Replaces the tags `{% generation %}` by a condition that is always true. These tags are for training and render
+/// nothing. The condition trims white space in the same way.
 fn without_generation_marks(source: &str) -> String {
     let mut made = String::with_capacity(source.len());
     let mut rest = source;

@@ -20,11 +20,11 @@ pub struct Message {
 pub struct Variables {
     pub messages: Vec<Message>,
     pub add_generation_prompt: bool,
-    /// Additional variables by name, such as `tools`. They replace others of the same name, even `messages`.
+    /// Additional variables by name, such as `tools`. They replace other variables of the same name, even `messages`.
     more: Value,
 }
 
-/// Names of a message's reasoning. Templates read the first.
+/// The names under which a message may have its reasoning. Templates read the first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Variables {
@@ -68,7 +68,7 @@ impl Variables {
                 .map(|message| context! { role => message.role.as_str(), content => message.content.as_str() })
                 .collect(),
         };
-        // Later variables replace earlier ones of the same name.
+        // Later variables replace earlier variables of the same name.
         let defaults = context! {
             add_generation_prompt => self.add_generation_prompt,
             tools => (),
