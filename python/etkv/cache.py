@@ -459,7 +459,8 @@ _logger = logging.getLogger("etkv.core")
 
 
 def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
-    """Set the callback that frees memory before the memory budget refuses an allocation, or remove it (``None``).
+    """Set the callback that frees memory before the memory budget refuses an allocation, or remove the callback
+    (``None``).
 
     A library call that needs memory calls the callback with the number of missing bytes. It may do so on any thread,
     and on several threads at once. The callback may close sessions, and clear other caches with ``release``. Its

@@ -74,8 +74,8 @@ class LayerConfig:
 class LayerConfigs(tuple[LayerConfig, ...]):
     """The layers of a model, in the order of the program's layer ids. ``repr`` shows equal neighbours once.
 
-    ``backend`` is the backend of the program that they were read from, or None. ``recurrent_layers`` are the other
-    layers of the program.
+    ``backend`` is the backend of the program that they were read from, or None. ``recurrent_layers`` are the
+    recurrent layers of the program.
     """
 
     backend: str | None

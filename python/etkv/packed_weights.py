@@ -169,8 +169,9 @@ class WeightFormat:
     def keep(self, codes: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         """Return the packed matrix of ``codes``, uint8 ``[out, in]``.
 
-        ``numbers`` are the scales, ``[out, in / group]``, and the biases if the format has them. In nested formats they
-        are the bytes of both, and the factors of both, ``[out, in / group / 8]``. They must be exact in their dtype.
+        ``numbers`` are the scales, ``[out, in / group]``, and the biases if the format has them. In nested formats
+        they are the bytes of scales, the bytes of biases, and the factors of each, ``[out, in / group / 8]``. They
+        must be exact in their dtype.
         """
         own, tiles = self._numbers, [_tiles(part) for part in numbers]
         of_groups = [part.to(own.dtype) for part in tiles[: own.n]]

@@ -129,7 +129,7 @@ class PrefixCache:
     def reclaim(self, n_bytes: int) -> int:
         """Remove prefixes until ``n_bytes`` are freed. Return the number of freed bytes.
 
-        The least recently used prefixes are removed first, without those that are pinned or that a cache reads.
+        The least recently used prefixes are removed first. Prefixes that are pinned or that a cache reads stay.
         """
         if not 0 <= n_bytes < 2**64:
             raise EtkvError(f"n_bytes is {n_bytes}, expected 0 to {2**64 - 1}")

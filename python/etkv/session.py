@@ -28,9 +28,10 @@ Logits: TypeAlias = Literal["all", "last", "proposed"]
 """One of :data:`LOGITS`."""
 
 PASSES = ("default", "interpreted", "none")
-"""The passes over an MLX program when it is loaded. ``default`` runs those that make it faster on its device.
-``interpreted`` runs the same passes, but no step runs as a CUDA graph. ``none`` runs only passes that other options
-need. ``gpu`` runs the passes of a GPU on any device, for tests."""
+"""The passes over an MLX program when it is loaded. ``default`` runs the passes that make the program faster on its
+device. ``interpreted`` runs the same passes, but no step runs as a CUDA graph. ``none`` runs only passes that other
+options need. ``gpu`` runs the passes of a GPU on any device, for tests.
+"""
 
 Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
 """One of :data:`PASSES`, or ``gpu``."""

@@ -1,6 +1,6 @@
 """Runs the Python blocks of a page, one after the other in one namespace, and compares their output.
 
-Blocks marked ``python`` are run. A ``text`` block right after one is its expected output.
+Blocks marked ``python`` are run. A ``text`` block right after a Python block is the expected output.
 """
 
 from __future__ import annotations

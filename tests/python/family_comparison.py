@@ -88,7 +88,8 @@ class TransformersLogits:
 
 @dataclass(frozen=True)
 class Rows:
-    """The logits ``[T, vocabulary]`` that a program computed for the tokens of ``text`` from ``begin`` on.
+    """The logits ``[T, vocabulary]`` that a program computed for the tokens of ``text``, beginning at index
+    ``begin``.
 
     ``greedy`` is the argmax of the last row, if it is the next token of the text.
     """

@@ -165,8 +165,8 @@ def test_the_last_row_only(programs):
 
 
 def test_hidden_states_are_outputs_of_layers(programs):
-    """Hidden states are in the requested order, with every row for any ``logits``. Those of the last layer are before
-    the final norm.
+    """Hidden states are in the requested order, with every row for any ``logits``. The states of the last layer are
+    before the final norm.
     """
     program = programs[TAPPED]
     assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]

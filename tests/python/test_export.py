@@ -357,8 +357,8 @@ def test_family_that_sees_later_tokens(tmp_path):
 
     config = Gemma3TextConfig(**tiny_models.SHAPE, sliding_window=128, use_bidirectional_attention=True)
     assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
-        "model family 'gemma3_text' cannot be exported: model: its attention has a mask that is not causal, a "
-        "sliding window or chunks (or_masks)"
+        "model family 'gemma3_text' cannot be exported: model: its attention has the mask or_masks; expected "
+        "a causal mask, a sliding window or chunks"
     )
 
 

@@ -167,7 +167,7 @@ def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
     convert = importlib.import_module("mlx_lm.convert").convert
     published, _ = test_published.gpt_oss(tmp_path, ("sliding_attention", "full_attention"))
     tiny_models.tokenizer().save_pretrained(published)
-    # YaRN's frequencies differ between mlx-lm and transformers, and are not what this compares.
+    # YaRN's frequencies differ between mlx-lm and transformers, so the test does not use YaRN.
     config = json.loads((published / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     (published / "config.json").write_text(json.dumps(config))

@@ -51,8 +51,8 @@ def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
 
 
 def test_hidden_states_are_outputs_of_layers(ids):
-    """Hidden states are in the requested order, with every row for any ``logits``. Those of the last layer are before
-    the final norm.
+    """Hidden states are in the requested order, with every row for any ``logits``. The states of the last layer are
+    before the final norm.
     """
     folder = reference.program(TAPPED).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]

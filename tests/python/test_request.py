@@ -39,12 +39,15 @@ def model(tmp_path) -> Path:
     ("arguments", "said"),
     [
         (["--dtype", "f8"], "dtype 'f8' is not one of float32, f32, float16, f16, bfloat16, bf16"),
-        (["--quantize", "2w"], "quantize '2w' is not one of 4w, 8w, those of backend mlx"),
+        (["--quantize", "2w"], "quantize '2w' is not supported by backend mlx; expected 4w, 8w"),
         (["--backend", "gpu"], "backend 'gpu' is not one of mlx, cpu"),
-        (["--backend", "cpu", "--quantize", "4w"], "quantize '4w' is not one of 8da4w, 8da8w, those of backend cpu"),
+        (
+            ["--backend", "cpu", "--quantize", "4w"],
+            "quantize '4w' is not supported by backend cpu; expected 8da4w, 8da8w",
+        ),
         (
             ["--backend", "cpu", "--dtype", "f16"],
-            "dtype 'f16' is not one of float32 and bfloat16 (for weights), those of backend cpu",
+            "dtype 'f16' is not supported by backend cpu; expected float32, or bfloat16 for weights",
         ),
         (
             ["--backend", "cpu", "--dtype", "bf16", "--quantize", "8da8w"],

@@ -70,7 +70,7 @@ def test_chat_rolls_back_turns_that_windows_have_moved_past(model, options):
     ids=["wider", "as wide", "narrower", "no window"],
 )
 def test_a_window_over_layers_that_have_one(mistral, options, compared):
-    """The answer is compared with one under the intersection of both windows, if that is a window."""
+    """The answer is compared with one under the intersection of both windows, if the intersection is a window."""
     done = succeed("rollback", mistral, "--max-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
     assert len(re.findall("^check: 1 answer,", done.stderr, re.M)) == (1 if compared else 0)
     assert ("--window 48 and --sinks 4 in a layer's own window of 64" in done.stderr) != compared

@@ -110,7 +110,7 @@ class _Call:
     mask: _CausalMask
 
     def shares(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether ``key`` and ``value`` are those of this call, because layers share keys and values."""
+        """Return whether ``key`` and ``value`` are those of this call: layers may share keys and values."""
         return all(
             mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
             for mine, other in ((self.key, key), (self.value, value))

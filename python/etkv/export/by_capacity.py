@@ -1,6 +1,6 @@
 """The op that chooses between two tensors by the capacity of the cache, which is known when a program is loaded.
 
-In an MLX program the choice is a ``where`` with a constant flag, false. The pass ``by_capacity`` of
+In an MLX program the choice is a ``where`` whose flag is a constant, false. The pass ``by_capacity`` of
 ``crates/etkv-mlx-program`` finds the flag by its name and sets it. In a CPU program the choice is a call of etkv, see
 :mod:`etkv.export.cpu.calls`.
 """

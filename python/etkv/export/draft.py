@@ -129,7 +129,7 @@ def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Pro
 
 
 def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return both, scaled to the same magnitude and concatenated."""
+    """Return the embedding and the hidden states, scaled to the same magnitude and concatenated."""
     size = (embedding.shape[-1],)
     norm = torch.nn.functional.rms_norm
     return torch.cat([norm(embedding, size, eps=1e-6), norm(hidden_states, size, eps=1e-6)], dim=-1)

@@ -117,7 +117,7 @@ def lower(
 ) -> tuple[ExecutorchProgramManager, list[str]]:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
 
-    Also returns the names of its parts, see :mod:`etkv.export.parts`.
+    Also returns the names of the program's parts, see :mod:`etkv.export.parts`.
 
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
     if its tokens depend on each other outside of the ops of the cache, or if the backend lacks one of its operators.

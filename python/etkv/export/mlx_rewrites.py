@@ -1,7 +1,7 @@
 """Rewrites a traced graph to operators that ExecuTorch's exporter for MLX has and exports correctly.
 
-Routers of experts gather scores and scatter ones. The exporter would convert an index with as many axes as its tensor
-to a take-along-axis, which is another operation.
+Routers of experts gather scores, and scatter the value 1. The exporter would convert an index with as many axes as
+its tensor to a take-along-axis, which is another operation.
 """
 
 from __future__ import annotations

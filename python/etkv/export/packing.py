@@ -61,7 +61,7 @@ class FileIntegers(Protocol):
     def __call__(
         self, name: str, weights: torch.Tensor, arranged: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> Any:
-        """Return the packed form of the file's integers, or None if it has none or they cannot be kept.
+        """Return the packed form of the file's integers, or None if the file has none or the integers cannot be kept.
 
         ``name`` is the name of a weight of a module, and ``weights`` are its values, ``[rows, columns]`` or
         ``[experts, rows, columns]``. ``arranged`` reorders the rows of a matrix to the order of the packed form.

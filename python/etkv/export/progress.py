@@ -99,7 +99,7 @@ def third_party_noise(allowed: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def native_noise(allowed: bool) -> Iterator[TextIO]:
     """Hide the output of libraries to the process's standard error unless ``allowed``. Yield a stream that still
-    reaches it.
+    reaches standard error.
 
     ExecuTorch reports there which files about the processor it reads. Like :func:`third_party_noise`, this is only for
     commands.

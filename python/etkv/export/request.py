@@ -175,13 +175,15 @@ def _dtype(name: str, backend: str) -> str:
     if name not in DTYPES:
         raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if backend == "cpu" and DTYPES[name] == "float16":
-        raise EtkvError(f"dtype {name!r} is not one of float32 and bfloat16 (for weights), those of backend cpu")
+        raise EtkvError(f"dtype {name!r} is not supported by backend cpu; expected float32, or bfloat16 for weights")
     return DTYPES[name]
 
 
 def _quantization(name: str | None, backend: str, dtype: str) -> str | None:
     if name is not None and name not in BACKENDS[backend]:
-        raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, those of backend {backend}")
+        raise EtkvError(
+            f"quantize {name!r} is not supported by backend {backend}; expected {', '.join(BACKENDS[backend])}"
+        )
     if name is not None and backend == "cpu" and _dtype(dtype, backend) != "float32":
         raise EtkvError(f"dtype {dtype!r} and quantize {name!r} are both for weights on backend cpu; leave one out")
     return name

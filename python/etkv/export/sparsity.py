@@ -19,7 +19,7 @@ _METHOD = "_gaussian_topk"
 def settle(model: torch.nn.Module) -> None:
     """Let the layers of ``model`` with sparse activations use a constant quantile.
 
-    Raises :class:`ValueError` for a layer that gives another result with it.
+    Raises :class:`ValueError` for a layer whose result changes with the constant.
     """
     for name, module in model.named_modules():
         if hasattr(module, _METHOD) and getattr(module, "activation_sparsity", 0.0) > 0.0:

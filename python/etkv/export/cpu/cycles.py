@@ -1,7 +1,7 @@
 """Splits delegates that would need each other's results, such as nodes before and after a call of the cache.
 
 XNNPACK's partitioner checks cycles for one delegate at a time. In some models, such as Gemma 3n and Gemma 4, a layer
-has more inputs than the output of the layer below. There, several delegates together can form a cycle.
+has more inputs than the output of the layer below. In such models, several delegates together can form a cycle.
 """
 
 from __future__ import annotations

@@ -132,7 +132,11 @@ def _gpt2(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.common
     del settings["num_key_value_heads"]
-    keys.only("attention.head_count_kv", decoder.heads, reason="but this architecture has as many heads of keys")
+    keys.only(
+        "attention.head_count_kv",
+        decoder.heads,
+        reason="but this architecture has equal numbers of heads of queries and keys",
+    )
     settings["n_inner"] = settings.pop("intermediate_size")
     return "gpt2", settings | {"layer_norm_epsilon": decoder.layer_norm()}
 
@@ -143,7 +147,11 @@ def _gptneox(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.common
     del settings["num_key_value_heads"]
-    keys.only("attention.head_count_kv", decoder.heads, reason="but this architecture has as many heads of keys")
+    keys.only(
+        "attention.head_count_kv",
+        decoder.heads,
+        reason="but this architecture has equal numbers of heads of queries and keys",
+    )
     settings |= {
         "layer_norm_eps": decoder.layer_norm(),
         "use_parallel_residual": keys.flag("use_parallel_residual", True),

@@ -54,7 +54,7 @@ def _per_layer(keys: Keys) -> Settings:
 
 
 def _shared(keys: Keys, n_layers: int, default: int) -> int:
-    """Return the number of last layers that share the keys and values of earlier ones."""
+    """Return the number of last layers that share the keys and values of earlier layers."""
     shared = keys.integer("attention.shared_kv_layers", default)
     if shared >= n_layers:
         raise keys.refuse("attention.shared_kv_layers", f"but the model has {n_layers} layers")
@@ -107,7 +107,7 @@ def _gemma4(keys: Keys) -> tuple[str, Settings]:
         "layer_types": kinds,
         "num_kv_shared_layers": shared,
         "final_logit_softcapping": keys.real("final_logit_softcapping", 0.0) or None,
-        # Layers without a matrix for values take their keys.
+        # Layers without a matrix for values use their keys as values.
         "attention_k_eq_v": any(
             kind == "full_attention" and not keys.has_tensor(f"blk.{layer}.attn_v.weight")
             for layer, kind in enumerate(kinds[: n_layers - shared])

@@ -20,7 +20,8 @@ def _deepseek2(keys: Keys) -> tuple[str, Settings]:
     if gating not in (1, 2) or biased != (gating == 2):
         with_bias = "a bias" if biased else "no bias"
         raise keys.refuse(
-            "expert_gating_func", f"but {with_bias} for choosing experts; a softmax (1) has none, a sigmoid (2) one"
+            "expert_gating_func",
+            f"but {with_bias} for choosing experts; a softmax (1) has no bias, a sigmoid (2) has one",
         )
     settings = decoder.settings() | grouped_experts(keys)
     if gating == 2:

@@ -24,8 +24,8 @@ def joined(parts: Sequence[Any], config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for a parameter. ``pattern`` matches its name after that of its layer, ``sources`` are its tensors in the
-    layer's block, and ``make`` computes its values.
+    """A rule for a parameter. ``pattern`` matches the part of the parameter's name after the layer's name.
+    ``sources`` are the parameter's tensors in the layer's block. ``make`` computes the values.
     """
 
     pattern: str
@@ -230,7 +230,7 @@ def key_of(architecture: str, name: str) -> str | None:
 
 
 def rules(architecture: str, name: str) -> list[Rule]:
-    """Return the rules that match ``name``, the name of a parameter after that of its layer."""
+    """Return the rules that match ``name``, the part of a parameter's name after its layer's name."""
     found = []
     for rule in (*_RULES.get(architecture, ()), *_EXPERTS):
         match = re.fullmatch(rf"(?:.*\.)?(?:{rule.pattern})", name)

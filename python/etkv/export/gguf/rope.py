@@ -45,7 +45,7 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     factors = keys.vector(FACTORS, rotary_dim // 2)
     short, long = (keys.vector(name, rotary_dim // 2) for name in (SHORT_FACTORS, LONG_FACTORS))
     if (short is None) != (long is None):
-        raise EtkvError(f"{keys.file.path} has one of {SHORT_FACTORS} and {LONG_FACTORS}; it needs both")
+        raise EtkvError(f"{keys.file.path} has only one of {SHORT_FACTORS} and {LONG_FACTORS}, expected both")
     if kind == "yarn":
         if factors or short:
             raise keys.refuse(
