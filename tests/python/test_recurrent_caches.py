@@ -253,7 +253,7 @@ def test_a_text_with_windows_returns_to_a_mark():
                 use(6)
             assert caught.value.status is etkv.Status.INVALID_ARGUMENT
         session.seq_rm(1)
-        with pytest.raises(etkv.PositionError, match="no longer reachable; the next below it is 6"):
+        with pytest.raises(etkv.PositionError, match="no longer reachable; the next reachable one below it is 6"):
             session.mark(7)
         session.rewind(6)
         other = [*tokens[:6], *tokens[10:30]]

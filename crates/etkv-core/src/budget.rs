@@ -1,9 +1,9 @@
 //! A limit for the total bytes of the buffers of all caches in the process.
 //!
-//! Before a cache's buffers grow, the cache reserves the bytes by which they grow, in addition to those of its old
-//! buffers. After the step it settles: it reports the bytes that it actually holds. If the limit would be exceeded,
-//! the budget first calls reclaimers to free memory. If this is not enough, it refuses the reservation before
-//! anything is allocated.
+//! Before a cache's buffers grow, the cache reserves the bytes of the new buffers in addition to the bytes of the old
+//! ones. After the step it settles: it reports the bytes that it actually holds. If the limit would be exceeded, the
+//! budget first calls reclaimers to free memory. If this is not enough, it refuses the reservation before anything is
+//! allocated.
 
 use std::collections::BTreeMap;
 use std::sync::Weak;
@@ -24,7 +24,7 @@ pub struct MemoryBudget {
 #[derive(Debug)]
 struct State {
     limit: Option<u64>,
-    /// The sum over all holders. It cannot overflow, because there are few holders of less than 2^64 bytes each.
+    /// The sum of the bytes of all holders. It cannot overflow: there are few holders, of less than 2^64 bytes each.
     held: u128,
     peak: u128,
     holders: BTreeMap<u64, Holder>,
@@ -50,8 +50,8 @@ pub struct BudgetReport {
     /// The bytes that caches and prefixes hold now. While a step or a conversion replaces buffers, both the old and
     /// the new buffers count.
     pub held: u64,
-    /// The maximum number of bytes that were held or reserved at a time. A reservation counts even if its step is
-    /// rolled back before it allocates; a refused one does not.
+    /// The peak: the maximum number of bytes that were held or reserved at once. A reservation counts even if its
+    /// step is rolled back before it allocates. A refused reservation does not count.
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,
@@ -98,8 +98,8 @@ impl MemoryBudget {
     }
 
     /// Adds a reclaimer after the others of its class. Before a reservation is refused, reclaimers are called in
-    /// order until it fits, each with the number of bytes that are still lacking. For a reservation above the whole
-    /// limit no reclaimer is called, because it never fits. A reclaimer that has been dropped is removed.
+    /// order until it fits, each with the number of bytes that are still lacking. No reclaimer is called for a
+    /// reservation above the whole limit, because it can never fit. A reclaimer that has been dropped is removed.
     pub fn add_reclaimer(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
         self.reclaimers.add(class, reclaimer);
     }
@@ -123,8 +123,8 @@ impl MemoryBudget {
         (state.report(), state.holders.iter().map(of).collect())
     }
 
-    /// Returns whether this thread runs a reclaimer. Such a thread must not wait for a lock that another thread may
-    /// hold while it requests memory.
+    /// Returns whether this thread runs a reclaimer. Such a thread must not wait for a lock, because another thread
+    /// may hold that lock while it requests memory.
     pub fn is_reclaiming() -> bool {
         inside()
     }
@@ -209,8 +209,8 @@ impl Share {
         self.reserve_giving_way(bytes, |reclaim| reclaim())
     }
 
-    /// Like [`reserve`](Self::reserve), but calls reclaimers inside `give_way`, which releases locks that they may
-    /// wait for, as [`Store::give_way`](crate::Store::give_way) does.
+    /// Like [`reserve`](Self::reserve), but calls reclaimers inside `give_way`. Like
+    /// [`Store::give_way`](crate::Store::give_way), `give_way` releases locks for which reclaimers may wait.
     ///
     /// # Errors
     /// Errors of [`reserve`](Self::reserve).

@@ -6,7 +6,7 @@ use crate::shared::ProgramCache;
 use crate::store::{RecurrentWork, Spec, Store};
 
 /// The forwards of a host over a cache, one at a time. The first call opens a step, and the step commits once every
-/// call has been made. It is rolled back if a call fails or an unfinished forward is dropped.
+/// call has been made. The step is rolled back if a call fails or if the unfinished forward is dropped.
 pub struct Forwards<S: Store> {
     program: ProgramCache<S>,
     /// The positions of the open step; empty if no step is open.
@@ -37,9 +37,9 @@ impl<S: Store> Forwards<S> {
         self.made.iter().filter(|&&made| made).count()
     }
 
-    /// Runs a call: writes a layer's new rows, and passes the rows that its queries attend to to `work`, whose result
-    /// it returns. If `work` fails, the forward is rolled back, even in its last call: a forward commits only if the
-    /// host has all of its results.
+    /// Runs a call: writes a layer's new rows, passes the rows that the layer's queries attend to on to `work`, and
+    /// returns the result of `work`. If `work` fails, the forward is rolled back, even in its last call: a forward
+    /// commits only if the host has all of its results.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) for a call that has already been made, and
@@ -56,7 +56,7 @@ impl<S: Store> Forwards<S> {
     ) -> Result<T, E> {
         self.make(call, positions, |cache| {
             let spec = cache.update_and_fetch(layer, k, v)?;
-            // The view ends here. If it were alive during the commit, moves of rows would copy the buffers.
+            // The view is dropped here. If it existed during the commit, moves of rows would copy the buffers.
             work(&spec)
         })
     }
@@ -148,7 +148,8 @@ impl<S: Store> Drop for Forwards<S> {
 }
 
 fn no_memory(n: usize) -> Error {
-    let text = format!("out of memory: {n} positions; free memory or take fewer tokens at a time");
+    let text =
+        format!("out of memory: {n} positions; free memory or pass fewer tokens in each step");
     Error::new(Status::Backend, text)
 }
 

@@ -231,7 +231,8 @@ class ReferenceCache(ABC):
         """Refuses more tokens of one sequence than window layers can roll back."""
         for window in self._dropping:
             if n_tokens > window.step:
-                raise CapacityError(f"{n_tokens} tokens: the window layers take at most max_step_tokens, {window.step}")
+                most = f"window layers accept at most max_step_tokens, {window.step}"
+                raise CapacityError(f"a step of {n_tokens} tokens is too long: {most}")
 
     def _check_floats(self, length: int) -> None:
         """Refuses more positions in float formats than the memory estimate includes."""

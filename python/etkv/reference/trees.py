@@ -60,9 +60,9 @@ class TreeCache(SeqCache):
         before = ROOT
         for node in accepted:
             if not 0 <= integer("a node", node) < len(tree.tokens):
-                raise invalid(f"node {node} is accepted, but {len(tree.tokens)} nodes of the tree have run")
+                raise invalid(f"cannot accept node {node}: {len(tree.tokens)} nodes of the tree have run")
             if tree.parents[node] != before:
-                raise invalid(f"node {node} is accepted after {before}, but its parent is {tree.parents[node]}")
+                raise invalid(f"cannot accept node {node} after {before}: its parent is {tree.parents[node]}")
             before = node
         bearer.tree = Tree()
         for node in accepted:

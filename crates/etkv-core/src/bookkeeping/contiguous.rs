@@ -38,7 +38,7 @@ enum Sight {
 }
 
 /// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] computes a plan without changing the
-/// sequence, and [`ContiguousBookkeeping::commit`] applies it, unless the sequence has changed in between.
+/// sequence. [`ContiguousBookkeeping::commit`] applies the plan, unless the sequence has changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
     /// The first position of the step.
@@ -80,8 +80,8 @@ impl ContiguousBookkeeping {
         self.length
     }
 
-    /// Returns the number of positions that a layer group guarantees to keep. After a rewind, it may have dropped
-    /// some that a sequence of this length would keep.
+    /// Returns the number of positions that a layer group guarantees to keep. After a rewind, the group may lack
+    /// positions that a sequence of this length would otherwise keep.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -96,21 +96,21 @@ impl ContiguousBookkeeping {
         n >= 0 && n <= self.capacity - self.length
     }
 
-    /// Returns the least length, other than 0, to which the sequence can be rewound: every layer group still has all
-    /// positions that a query there sees.
+    /// Returns the least length, other than 0, to which the sequence can be rewound. At that length, every layer
+    /// group still has all positions that a query sees.
     pub fn rewindable_to(&self) -> i32 {
         self.groups.iter().map(LayerGroup::rewindable_to).max().unwrap_or(0)
     }
 
     /// Plans a step for tokens at these positions. They must be consecutive, and the first is at most the length. If
-    /// it is the length, the step appends. If it is less, the step first rewinds to it.
+    /// the first position is the length, the step appends. If it is less, the step first rewinds to it.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no tokens.
     /// - [`Position`](crate::Status::Position): a position is negative, there is a gap after the sequence, the
     ///   positions are not consecutive, or a rewind would go below [`rewindable_to`](Self::rewindable_to).
-    /// - [`Capacity`](crate::Status::Capacity): the positions end after the capacity, there are more than layer
-    ///   groups with windows accept in a step, or a mask would have more elements than an array can have.
+    /// - [`Capacity`](crate::Status::Capacity): the positions go beyond the capacity, there are more tokens than
+    ///   layer groups with windows accept in a step, or a mask would have more elements than an array can have.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -163,7 +163,7 @@ impl ContiguousBookkeeping {
     }
 
     /// Returns the slots of one layer group that a plan writes and reads. The plan must not be stale. Layer groups
-    /// have the numbers of their order in [`new`](Self::new).
+    /// are numbered in their order in [`new`](Self::new).
     ///
     /// # Panics
     /// If the layer group does not exist, as in [`used`](Self::used) and [`displaced`](Self::displaced).
@@ -215,7 +215,7 @@ impl ContiguousBookkeeping {
             return Ok(mask);
         };
         for position in plan.start..plan.end {
-            // If there are sinks, slots are read from 0 on.
+            // If there are sinks, `read` starts at slot 0.
             mask.see(0..window.sinks().min(position + 1))?;
             let seen = window.first_seen(position).max(window.sinks());
             let slot = |position: i32| position - dropped - read.start;
@@ -235,8 +235,8 @@ impl ContiguousBookkeeping {
         positions.start - dropped..positions.end - dropped
     }
 
-    /// Returns the number of positions that are dropped before a plan's step. It is 0 for a step from position 0,
-    /// which begins the sequence anew.
+    /// Returns the number of positions that are dropped before a plan's step: 0 for a step from position 0, because
+    /// it begins the sequence anew.
     fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0
@@ -274,7 +274,7 @@ impl ContiguousBookkeeping {
         Ok(self.groups.iter_mut().enumerate().filter_map(slide).collect())
     }
 
-    /// Removes the positions from `length` on.
+    /// Removes the positions at or after `length`.
     ///
     /// # Errors
     /// [`Position`](crate::Status::Position) if `length` is negative, more than the current length, or

@@ -8,7 +8,7 @@ use crate::error::{fail, Error, Result, Status};
 const MAX_MASK: usize = i32::MAX as usize;
 
 /// The slots that each query of a step sees, among those that the step reads. They are usually a few long runs. A
-/// backend either skips the gaps between runs or creates an array from them.
+/// backend either skips the gaps between runs or creates a mask array from the runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskRuns {
     n_slots: usize,
@@ -32,8 +32,8 @@ impl MaskRuns {
         Ok(made)
     }
 
-    /// Adds slots that the next query sees, in any order. Slots may be added twice. They are numbered from the first
-    /// slot that is read.
+    /// Adds slots that the next query sees, in any order. A slot may be added twice. Slots are numbered from the
+    /// first slot that is read.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if there is too little memory, [`Internal`](Status::Internal) for slots that are
@@ -97,7 +97,7 @@ impl MaskRuns {
     }
 
     /// Returns the runs of slots that a query sees, in order, with gaps between them. Slots are numbered from the
-    /// first slot that is read. A query that does not exist sees none.
+    /// first slot that is read. A query that does not exist sees no slot.
     pub fn runs(&self, query: usize) -> &[Range<u32>] {
         let start =
             query.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |end| *end);
@@ -139,8 +139,8 @@ fn lacking(n_tokens: usize, n_slots: usize) -> Error {
     Error::new(
         Status::Backend,
         format_args!(
-            "out of memory: the mask of {n_tokens} tokens over {n_slots} slots; free memory or take \
-             fewer tokens at a time"
+            "out of memory: the mask of {n_tokens} tokens over {n_slots} slots; free memory or pass \
+             fewer tokens in each step"
         ),
     )
 }
@@ -154,8 +154,8 @@ pub(crate) fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
         Some(len) if len <= MAX_MASK => Ok(len),
         _ => fail!(
             Capacity,
-            "a step of {n_tokens} tokens that reads {width} slots takes a mask of \
-             {n_tokens} x {width} elements, the maximum is {MAX_MASK}: take fewer tokens at a time"
+            "a step of {n_tokens} tokens that reads {width} slots needs a mask of \
+             {n_tokens} x {width} elements, the maximum is {MAX_MASK}: pass fewer tokens in each step"
         ),
     }
 }

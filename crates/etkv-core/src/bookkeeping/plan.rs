@@ -1,7 +1,7 @@
 //! The effect of a step on the slots of one layer group: integers that a cache passes to its store.
 //!
-//! A *layer group* consists of the layers that share a policy. They keep the same positions in the same slots, so
-//! they share one plan and one mask.
+//! A *layer group* consists of the layers that share a policy. These layers keep the same positions in the same
+//! slots, so they share one plan and one mask.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::bookkeeping::Slots;
 
-/// The distance between two anchors, in positions. All anchors are at its multiples, so results do not depend on how
-/// a text is split into steps.
+/// The distance between two anchors, in positions. All anchors are at multiples of this distance, so results do not
+/// depend on how a text is split into steps.
 pub const BLOCK: i32 = 64;
 
 /// A step of the recurrent layers. All recurrent layers share it, as the layers of a group share a
@@ -36,15 +36,15 @@ pub struct Chain {
     /// The position of the first token.
     pub position: i32,
     /// The rows before the first token, in the order of positions. The last one is at `position - 1`. They begin at
-    /// `base`, or as many rows before it as a convolution reads and the sequence has.
+    /// `base`, or earlier: at the first row that a convolution reads and the sequence has.
     pub rows: Vec<RowSource>,
     /// The state from which the chain starts, after `base` positions.
     pub anchor: AnchorSource,
     /// The position of `anchor`, a multiple of [`BLOCK`], at most `position` and at least `position - BLOCK`.
     pub base: i32,
-    /// The range of the chain's entries in [`RecurrentPlan::folds`]. There is one for each multiple of [`BLOCK`]
-    /// greater than `base` and at most the position of the last token, ascending. The token at such a position and
-    /// the tokens after it start from the new anchor.
+    /// The range of the chain's entries in [`RecurrentPlan::folds`]. There is one entry for each multiple of
+    /// [`BLOCK`] that is greater than `base` and at most the position of the last token, ascending. The token at such
+    /// a position and the tokens after it start from the new anchor.
     pub folds: Range<usize>,
 }
 

@@ -7,8 +7,9 @@ use crate::growth::Growth;
 /// The window of a layer, and the slots that it needs for one sequence.
 ///
 /// Rows are appended, so a window is one run of slots, which attention reads fastest. If another step might not fit,
-/// the rows that are still needed move to the first slots, at the end of a step and never within one. They are the
-/// rows of the window and of `max_step_tokens` more positions, so that a step of that many tokens can be rolled back.
+/// the rows that are still needed move to the first slots. They move at the end of a step, never within a step. These
+/// are the rows of the window and of `max_step_tokens` more positions, so that a step of that many tokens can be
+/// rolled back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Window {
     window: i32,
@@ -24,7 +25,7 @@ impl Window {
     /// `max_step_tokens` tokens and sequences of at most `capacity` positions.
     pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
         let (wide, step) = (i64::from(window), i64::from(max_step_tokens));
-        // A move copies the window, and there is at most one for every `room` tokens.
+        // Each move copies the window. There is at most one move for every `room` tokens.
         let room = step.max(wide / 4);
         let slots = i64::from(sinks) + wide - 1 + 2 * step + room;
         // At most `capacity`, which is an i32.
@@ -71,7 +72,7 @@ impl Window {
         if self.slides() && n_tokens > self.max_step_tokens {
             fail!(
                 Capacity,
-                "a step of {n_tokens} tokens: the window layers take at most max_step_tokens, {}",
+                "a step of {n_tokens} tokens is too long: window layers accept at most max_step_tokens, {}",
                 self.max_step_tokens
             );
         }
@@ -114,7 +115,7 @@ impl Window {
 
     /// Returns the number of slots that are allocated when one sequence has grown to `length`.
     pub fn allocated(&self, growth: Growth, length: i32) -> i32 {
-        // When it is full, the window slides and uses all of its slots.
+        // A full window slides and uses all of its slots.
         growth.slots(if self.is_full(length) { self.slots } else { length }, self.slots)
     }
 }

@@ -56,7 +56,7 @@ fn sizes_above_64_bits_are_refused_and_keep_other_shares() {
     a.reserve(7).unwrap();
     let error = b.reserve(u64::MAX - 1).unwrap_err();
     assert!(error.message().starts_with("7 bytes are held; 18446744073709551614 more"), "{error}");
-    // A share whose reservation could not be refused is settled as well.
+    // A share can also be settled without a reservation.
     b.settle(u64::MAX);
     assert_eq!(BUDGET.report().held, u64::MAX);
     drop(b);
@@ -89,7 +89,7 @@ fn holders_are_reported() {
     assert_eq!(told(), (0, vec![prefixes]));
 }
 
-/// A holder that frees its share in parts, and records the numbers of bytes it was called with.
+/// A holder that frees its share in parts. It records the number of bytes of each call.
 struct Idle {
     share: Mutex<Share>,
     part: u64,
@@ -115,7 +115,7 @@ impl Reclaim for Idle {
         let freed = self.part.min(share.held);
         let left = share.held - freed;
         share.settle(left);
-        // This does not fit, but calls no reclaimer: the reclaimer would wait for its own lock.
+        // This reservation does not fit, but calls no reclaimer: the reclaimer would wait for its own lock.
         assert!(share.reserve(1 << 20).is_err());
         freed
     }

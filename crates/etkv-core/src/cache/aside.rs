@@ -1,6 +1,6 @@
 //! An open step that waits for its host's next call.
 
-/// The step that was set aside, if one waits.
+/// The number of the step that was set aside, if one waits.
 #[derive(Debug, Default)]
 pub struct SetAsideStep {
     /// The number of the last step that was set aside. Numbers are unique.
@@ -26,7 +26,7 @@ impl SetAsideStep {
         self.waits
     }
 
-    /// Ends the waiting of a step that has ended or was resumed. Returns whether a step was waiting.
+    /// Records that no step waits any more, because it has ended or was resumed. Returns whether a step was waiting.
     pub fn end(&mut self) -> bool {
         std::mem::take(&mut self.waits)
     }

@@ -32,13 +32,13 @@ struct UnreadStep {
     followed: bool,
 }
 
-/// Sequences that share cells. A single sequence is read like a contiguous cache.
+/// A cache whose sequences share cells. A single sequence is read as in a contiguous cache.
 pub struct CellsCache<S: Store> {
     kind: &'static str,
     book: CellsBookkeeping,
     storage: Storage<S>,
     open: bool,
-    /// The bookkeeping before the open step, if that step rewinds the only sequence.
+    /// The bookkeeping before the open step, if the step rewinds the only sequence.
     before: Option<Box<CellsBookkeeping>>,
     aside: SetAsideStep,
     unread: Option<UnreadStep>,
@@ -70,7 +70,7 @@ impl<S: Store> CellsCache<S> {
     }
 
     /// Returns an empty cache of kind [`CONTIGUOUS`](Self::CONTIGUOUS), with one sequence. Models with recurrent
-    /// layers need cells for it, because a checkpoint owns rows as a sequence does.
+    /// layers need cells even for one sequence, because a checkpoint owns rows as a sequence does.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -191,14 +191,14 @@ impl<S: Store> CellsCache<S> {
     /// change must not depend on values that may be undone.
     fn settle(&mut self) -> Result<()> {
         self.drop_aside();
-        // If a step is open, its commit reads the values, and the current call is refused later.
+        // If a step is open, its commit reads the values. The current call is then refused later.
         if self.open {
             return Ok(());
         }
         self.check_before()
     }
 
-    /// Reads the values of the step that was committed unread, in a call that did not write them.
+    /// Reads the values of the step that was committed unread, on behalf of another call.
     fn check_before(&mut self) -> Result<()> {
         self.check_unread().map_err(|error| error.at("the previous step is undone"))
     }
@@ -282,8 +282,8 @@ impl<S: Store> Cache for CellsCache<S> {
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
-        // The positions are removed in either case. Buffers may remain, and values that are not finite must not,
-        // because a mask cannot hide them.
+        // The positions are removed in either case. Buffers may keep their contents except values that are not
+        // finite, because a mask cannot hide such values.
         let _ = self.check_unread();
         self.storage.clear(release)?;
         self.book.clear();
@@ -590,7 +590,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         };
         let checked = self.storage.check_unread();
         if checked.is_err() {
-            // The open step has read values that are undone now.
+            // The open step has read values of the step that is undone now.
             self.drop_aside();
             self.abort();
             // No step is open now, so this cannot be refused.

@@ -37,14 +37,14 @@ impl<S: Store> ContiguousCache<S> {
     /// Returns an empty cache. It allocates as positions are added, unless the config requests it upfront.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config, and for recurrent layers, for which
-    /// there is [`CellsCache::contiguous`](crate::CellsCache::contiguous).
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config, and for recurrent layers: use
+    /// [`CellsCache::contiguous`](crate::CellsCache::contiguous) for them.
     pub fn new(config: CacheConfig) -> Result<Self> {
         config.validate()?;
         if !config.recurrent_layers.is_empty() {
             fail!(
                 InvalidArgument,
-                "a model with recurrent layers keeps its only sequence in cells: use CellsCache::contiguous"
+                "a model with recurrent layers needs cells even for one sequence: use CellsCache::contiguous"
             );
         }
         let capacity = config.capacity;
@@ -154,7 +154,7 @@ impl<S: Store> Cache for ContiguousCache<S> {
         if self.storage.windows().any(|window| window.slides()) {
             fail!(
                 Unsupported,
-                "a contiguous cache with window layers makes no checkpoints; use kind seq or tree"
+                "a contiguous cache with window layers cannot create checkpoints; use kind seq or tree"
             );
         }
         // Without windows, no position is ever dropped.

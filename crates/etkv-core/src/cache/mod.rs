@@ -27,8 +27,8 @@ use crate::snapshot::SaveCache;
 use crate::spec::Placement;
 use crate::store::{RecurrentWork, Spec, Store};
 
-/// The number of tokens before the end of a prompt where the chat's next request may already differ: some templates
-/// format the start of an answer in one way and the finished answer in another.
+/// The number of tokens at the end of a prompt that the chat's next request may change: some templates format the
+/// start of an answer in one way and the finished answer in another.
 const TURN_MARGIN: i32 = 16;
 
 /// Calls `mark` for the end of a prompt and a position a little before it.
@@ -58,9 +58,9 @@ pub trait Cache: Send {
     /// Returns the maximum number of positions of the cache.
     fn capacity(&self) -> i32;
 
-    /// Returns the limits that the programs of the cache depend on and its capacity exceeds, in ascending order. For
-    /// example, a rotary embedding may have other factors for long texts. Rows that were written without such a limit
-    /// belong to another model, because they were rotated by other angles.
+    /// Returns, in ascending order, the limits of the cache's programs that the capacity exceeds. For example, a
+    /// rotary embedding may have other factors for long texts. Rows that were written by a program without such a
+    /// limit belong to another model, because they were rotated by other angles.
     fn passed_limits(&self) -> &[i32] {
         &[]
     }
@@ -100,9 +100,9 @@ pub trait Cache: Send {
     /// Removes the positions from `length` on from the only sequence.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative or greater than the next position. Also if it
-    ///   is not 0 and the sequence could not continue there: it is below [`rewindable_to`](Self::rewindable_to), or
-    ///   the position before it was removed.
+    /// - [`Position`](crate::Status::Position) if `length` is negative or greater than the next position. Also if
+    ///   `length` is not 0 and the sequence could not continue there: `length` is below
+    ///   [`rewindable_to`](Self::rewindable_to), or the position before it was removed.
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     /// - [`Step`](crate::Status::Step) while a step is open, or if the sequence has a tree and some of its positions
     ///   would stay.
@@ -115,8 +115,8 @@ pub trait Cache: Send {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     fn rewindable_to(&self) -> Result<i32>;
 
-    /// Returns the greatest length, at most `position`, to which the only sequence can be rewound. These are all
-    /// lengths from [`rewindable_to`](Self::rewindable_to) on, and below it the checkpoints and 0.
+    /// Returns the greatest length, at most `position`, to which the only sequence can be rewound. Such lengths are
+    /// all those at or above [`rewindable_to`](Self::rewindable_to), the checkpoints below it, and 0.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences,
@@ -131,8 +131,9 @@ pub trait Cache: Send {
 
     /// Rewinds the only sequence to the greatest [reachable](Self::reachable) length up to `length`, and returns it.
     /// Use it for a text that shares its first `length` tokens with the sequence; the tokens from the result to
-    /// `length` must run again. If there are any and the model has recurrent layers, this also marks `length`, unless
-    /// it can no longer be marked. The next text that diverges there then runs fewer tokens.
+    /// `length` must run again. If there are such tokens and the model has recurrent layers, this also marks
+    /// `length`, unless that position can no longer be marked. The next text that diverges there then runs fewer
+    /// tokens.
     ///
     /// # Errors
     /// Errors of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
@@ -162,9 +163,10 @@ pub trait Cache: Send {
     }
 
     /// Creates a checkpoint of the only sequence at `position` and returns its position. If the sequence can still be
-    /// rewound there, it is created at once, otherwise when a step reaches the position. With recurrent layers the
-    /// position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is no room, the least
-    /// useful checkpoint is dropped. Returns 0, which is always reachable, if the cache allows no checkpoints.
+    /// rewound there, the checkpoint is created at once, otherwise when a step reaches the position. With recurrent
+    /// layers the position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is no
+    /// room, the least useful checkpoint is dropped. Returns 0, which is always reachable, if the cache allows no
+    /// checkpoints.
     ///
     /// A checkpoint is dropped together with the text before it.
     ///
@@ -174,11 +176,11 @@ pub trait Cache: Send {
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) by default, and for a contiguous cache with window layers.
     fn mark(&mut self, _position: i32) -> Result<i32> {
-        fail!(Unsupported, "a cache of kind `{}` makes no checkpoints", self.kind())
+        fail!(Unsupported, "a cache of kind `{}` cannot create checkpoints", self.kind())
     }
 
     /// Marks the end of a turn's prompt, before the prompt runs. The next request of the chat can then continue
-    /// there, whatever the answer was. Does nothing for a model without recurrent layers, or for positions that can
+    /// there, whatever the answer was. Does nothing for a model without recurrent layers, or for a position that can
     /// no longer be marked.
     ///
     /// # Errors
@@ -207,16 +209,16 @@ pub trait Cache: Send {
     /// Returns the current formats of keys and values.
     fn formats(&self) -> [KvFormat; 2];
 
-    /// Converts stored and future rows to other formats, until the cache is cleared. Converts the keys or values of
-    /// one layer at a time, which needs additional memory for one of these buffers. If the
+    /// Converts stored and future rows to other formats, until the cache is cleared. Converts one buffer after the
+    /// other: the keys or the values of one layer. This needs additional memory for one buffer. If the
     /// [`MemoryBudget`](crate::MemoryBudget) does not allow that, nothing changes.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that does not fit the rows of some
     ///   layer; nothing has changed.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, but no layer partly; call
-    ///   again to continue.
+    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, but no layer is converted
+    ///   in part; call again to continue.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
     /// Returns the face that saves the contents to a file and loads them, or `None` if the cache does not support it.
@@ -224,10 +226,10 @@ pub trait Cache: Send {
         None
     }
 
-    /// Returns the face that saves one sequence to a file and loads it, or `None` if the cache does not support it.
-    /// It saves a cache that has only this sequence, as sequence 0. It loads such a cache of any kind, and adds its
-    /// sequence to the contents; meanwhile it needs the memory of the sequence's rows twice. Its calls check the
-    /// sequence number:
+    /// Returns the face that saves one sequence to a file and loads it, or `None` if the cache does not support it. A
+    /// file of this face has only this sequence, as sequence 0. The face loads the file of such a cache, of any kind,
+    /// and adds the sequence to the contents. While it loads, it needs the memory of the sequence's rows twice. Its
+    /// calls check the sequence number:
     ///
     /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, and for a
     ///   sequence without positions or with candidates.
@@ -399,13 +401,14 @@ pub trait SeqCache: Cache {
     /// Returns the sequences that have positions or trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
 
-    /// Makes each sequence one run of cells, unless shared cells prevent it, so that it can be read without a mask
-    /// again. Moves as few rows as possible.
+    /// Makes each sequence one run of cells again, unless shared cells prevent it. Attention then reads the sequence
+    /// without a mask. Moves as few rows as possible.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the
-    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots to which rows would move (nothing has changed), or if
-    /// the rows could not be moved (the cache is poisoned until it is cleared).
+    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots to which rows would move; nothing has then changed.
+    /// [`Backend`](crate::Status::Backend) also if the rows could not be moved; the cache is then poisoned until it
+    /// is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 
@@ -467,9 +470,8 @@ pub trait AttendCache: Cache {
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
 
-    /// Compares the values of the next step with its keys in each layer with
-    /// [`values_in_keys`](crate::LayerConfig::values_in_keys), and refuses values that are not in the keys. Called
-    /// when a program is loaded.
+    /// In each layer with [`values_in_keys`](crate::LayerConfig::values_in_keys), the next step compares its values
+    /// with its keys, and is refused if the values are not in the keys. Called when a program is loaded.
     fn expect_program(&mut self) {}
 
     /// Passes the stored rows and anchors that a recurrent layer reads in the step to `work`, and writes the rows and
@@ -488,12 +490,12 @@ pub trait AttendCache: Cache {
         fail!(Unsupported, "a cache of kind `{}` has no recurrent layers", self.kind())
     }
 
-    /// Returns the slots for a layer's new rows, which are allocated, and counts the rows as written: the caller
-    /// writes them into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing, if
-    /// this cache must see the rows. An example is a layer whose values are in its keys.
+    /// Returns the slots for a layer's new rows. The slots are allocated, and the rows count as written: the caller
+    /// writes the rows into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing,
+    /// if the cache must see the rows, for example in a layer whose values are in its keys.
     ///
-    /// If sequences share cells, the caller must commit only finite values. Other sequences read them with a weight
-    /// of 0, and 0 times infinity is NaN.
+    /// If sequences share cells, the caller must commit only finite values. Other sequences read the same rows with a
+    /// weight of 0, and 0 times infinity is NaN.
     ///
     /// # Errors
     /// Errors of [`update_and_fetch`](Self::update_and_fetch).
@@ -530,20 +532,20 @@ pub trait AttendCache: Cache {
     fn commit(&mut self) -> Result<()>;
 
     /// Returns whether [`commit_unread`](Self::commit_unread) would commit the open step without waiting for its
-    /// values. If not, it is the same as [`commit`](Self::commit), which waits for them.
+    /// values. If not, `commit_unread` waits for them, like [`commit`](Self::commit).
     fn can_commit_unread(&self) -> bool {
         false
     }
 
-    /// Commits the open step before it is known whether its values are finite, which caches with shared cells check.
-    /// The device may still compute them. [`check_unread`](Self::check_unread) reads them, and undoes the step if
-    /// they are not finite.
+    /// Commits the open step before it is known whether its values are finite. Caches with shared cells check this.
+    /// The device may still compute them. [`check_unread`](Self::check_unread) reads the values, and undoes the step
+    /// if they are not finite.
     ///
     /// Until then queries count the step. The caller that committed the step may begin one further step, if it sets
-    /// that step aside before it releases the cache. Every other call that changes the cache reads the values first,
-    /// as does the commit of the further step. If they are not finite, the call undoes the unread step, changes
-    /// nothing else and returns the error of `check_unread`. There are two exceptions: [`clear`](Cache::clear)
-    /// continues, and a call that declares a step does not check.
+    /// that step aside before it releases the cache. The commit of the further step, and every other call that
+    /// changes the cache, reads the values first. If they are not finite, the call undoes the unread step, changes
+    /// nothing else and returns the error of `check_unread`. There are two exceptions: [`clear`](Cache::clear) clears
+    /// the cache whatever the values are, and a call that declares a step does not read the values.
     ///
     /// # Errors
     /// Errors of [`commit`](Self::commit).
@@ -553,8 +555,7 @@ pub trait AttendCache: Cache {
 
     /// Waits for the values of the step that was committed unread, and checks them. If they are not finite, undoes
     /// the step: its positions are removed, as if it had been rolled back. A later step that is open or set aside is
-    /// rolled back first; the declaration of one that was set aside is withdrawn. Does nothing if there is no unread
-    /// step.
+    /// rolled back first. If it was set aside, its declaration is withdrawn. Does nothing if there is no unread step.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if the values are not finite, with the
@@ -571,7 +572,7 @@ pub trait AttendCache: Cache {
         false
     }
 
-    /// Sets the open step aside. A program that runs ahead of its host then waits without locking the cache. Any
+    /// Sets the open step aside. A program that runs ahead of its host can then wait without a lock on the cache. Any
     /// other call that changes the cache first rolls the step back and withdraws its declaration. Returns the step's
     /// number for [`resume`](Self::resume), or `None` if no step is open or the cache cannot set steps aside.
     fn set_aside(&mut self) -> Option<u64> {

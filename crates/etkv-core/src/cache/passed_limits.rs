@@ -1,4 +1,4 @@
-//! The limits that a cache's programs depend on and its capacity exceeds.
+//! The limits of a cache's programs that its capacity exceeds.
 
 use crate::error::{fail, Result};
 
@@ -14,8 +14,8 @@ impl PassedLimits {
     /// Adds a limit to those of a cache of `length` positions.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) if the limit is new and the cache has rows, which a program without that limit
-    /// wrote.
+    /// [`Kind`](crate::Status::Kind) if the limit is new and the cache has rows: a program without that limit wrote
+    /// them.
     pub fn add(&mut self, limit: i32, length: i32) -> Result<()> {
         let Err(place) = self.0.binary_search(&limit) else {
             return Ok(());

@@ -42,9 +42,10 @@ pub struct Storage<S: Store> {
     store: S,
     /// The store's share of the process's memory budget.
     share: Share,
-    /// The frozen rows that buffers read and other caches may read too. They are kept as long as a buffer reads them.
+    /// The frozen rows that buffers of this cache read. Other caches may read them too. The rows stay in memory as
+    /// long as a buffer reads them.
     prefix: Option<Arc<FrozenRows<S>>>,
-    /// The number of frozen slots of each layer group, which come first; empty without a prefix.
+    /// The number of frozen slots of each layer group. They are the first slots. Empty without a prefix.
     frozen: Vec<i32>,
     /// Whether buffers may have grown since the share was last settled.
     unsettled: bool,
@@ -54,15 +55,16 @@ pub struct Storage<S: Store> {
     masks: Vec<Option<S::Mask>>,
     /// Copies of the rows that the open step overwrites, which an abort restores.
     saved: Option<S::Saved>,
-    /// Whether sequences share the slots. Queries then also read rows that their mask hides.
+    /// Whether several sequences share the slots. A query then also reads rows that its mask hides.
     shared: bool,
     formats: [KvFormat; 2],
     /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
-    /// The layers with values in keys whose values have not been compared with keys of the current program yet.
+    /// The layers with values in keys for which the current program's values have not been compared with its keys
+    /// yet.
     unchecked: Vec<usize>,
     step: Span,
-    /// The error that left the contents of the buffers unknown; `None` once they are cleared.
+    /// The error after which the contents of the buffers are unknown; `None` once the cache is cleared.
     poisoned: Option<Error>,
 }
 
@@ -136,15 +138,15 @@ impl<S: Store> Storage<S> {
     pub fn check(&self) -> Result<()> {
         match &self.poisoned {
             Some(error) => {
-                fail!(Backend, "the cache is poisoned: {error}; clear it to go on")
+                fail!(Backend, "the cache is poisoned: {error}; clear it to continue")
             }
             None => Ok(()),
         }
     }
 
-    /// Refuses a step of `n_tokens` after `length` positions if it would store more positions in float than the
-    /// memory estimate allows before `quantized_kv_start`. First repeats a conversion that failed earlier. `counted`
-    /// positions count for `quantized_kv_start`.
+    /// Refuses a step of `n_tokens` after `length` positions if the cache would then store more positions in float
+    /// than the memory estimate allows before `quantized_kv_start`. If a conversion failed earlier, first repeats it.
+    /// `counted` positions count for `quantized_kv_start`.
     ///
     /// # Errors
     /// - [`Capacity`](Status::Capacity): the step is too long.
@@ -168,7 +170,7 @@ impl<S: Store> Storage<S> {
         fail!(
             Capacity,
             "a step of {n_tokens} tokens would store {after} positions in {}, the maximum is {most}: \
-             quantized_kv_start - 1, and max_step_tokens {}; take smaller steps",
+             quantized_kv_start - 1, and max_step_tokens {}; run steps of fewer tokens",
             self.config.float_format,
             self.config.max_step_tokens
         );
@@ -287,7 +289,7 @@ impl<S: Store> Storage<S> {
             self.done[layer] = Progress::Begun;
             self.check_values_in_keys(layer, k, v, dim)?;
             let v = (!in_keys).then_some(v);
-            // The values must be watched: hidden rows have weight 0, and 0 times infinity is NaN.
+            // The values must be watched: a hidden row has weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
@@ -303,7 +305,7 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Requests that the next values of each layer with values in keys are compared with its keys. If they were not
+    /// Marks each layer with values in keys: the next values are then compared with the keys. If the values were not
     /// in the keys, the cache would change the program's results.
     pub fn expect_program(&mut self) {
         let layers = self.config.layers.iter().enumerate();
@@ -428,7 +430,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses to end a step in which a layer was not called, or whose values would spoil other sequences.
+    /// Refuses to end a step if a layer was not called, or if values of the step would spoil other sequences.
     pub fn check_done(&self) -> Result<()> {
         let found =
             self.find_missing().and_then(|()| self.refuse_non_finite(self.store.non_finite()));
@@ -482,8 +484,8 @@ impl<S: Store> Storage<S> {
         self.apply(moves)
     }
 
-    /// Refuses to end a step in which a layer was not called, as [`check_done`](Self::check_done) does, and starts
-    /// the computation of pending writes.
+    /// Refuses to end a step if a layer was not called, as [`check_done`](Self::check_done) does. Starts the
+    /// computation of pending writes.
     pub fn check_written(&self) -> Result<()> {
         log_end_error(self.find_missing())?;
         self.schedule(&[])
@@ -520,8 +522,8 @@ impl<S: Store> Storage<S> {
     /// Converts the rows if `length` positions reach `quantized_kv_start`.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
-            // If there is too little memory, the floats stay, and the contents are still right. The next step tries
-            // again. If it has no room for floats, it returns the reason (`check_floats`).
+            // If there is too little memory, the rows stay in float, and the contents are still right. The next step
+            // tries again. If that step has no room for rows in float, it returns the error (`check_floats`).
             let [k, v] = [self.config.k_format, self.config.v_format];
             if let Err(error) = self.convert([k, v]) {
                 warn!(
@@ -539,9 +541,9 @@ impl<S: Store> Storage<S> {
     /// Rolls the step back. `written` are the slots that it wrote in each layer group. A step that was set `aside` is
     /// often rolled back, so this logs no warning.
     ///
-    /// Unevaluated writes are dropped, because an evaluation that failed would fail again. Evaluated writes stay in
-    /// unused slots, except in buffers that sequences share: there they are zeroed, because a mask cannot hide values
-    /// that are not finite.
+    /// Writes that are not evaluated are dropped, because an evaluation that failed would fail again. Evaluated
+    /// writes stay in unused slots. Only in buffers that sequences share are they zeroed, because a mask cannot hide
+    /// values that are not finite.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
         S::exclusively(&mut || self.roll_back(aside, &written));
     }
@@ -608,7 +610,7 @@ impl<S: Store> Storage<S> {
             let all = 0..self.layers.groups.len();
             let layers: Vec<usize> =
                 all.filter(|&layer| self.layers.groups[layer] == *group).collect();
-            // Compaction may move sequences apart, to slots that were never used.
+            // Compaction may move sequences to slots that were never used, to leave room between them.
             let slots = self.allocated(*group, to.end());
             self.store.relocate(&layers, from, to, slots)?;
         }
@@ -649,15 +651,15 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Empties the store and keeps or frees its buffers. Freed buffers are allocated again in the next step, even if
+    /// Empties the store, and keeps or frees its buffers. Freed buffers are allocated again in the next step, even if
     /// the config allocates upfront.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is too little memory and the config allocates upfront. The store keeps
-    /// its rows, and a poisoned cache stays poisoned.
+    /// [`Backend`](Status::Backend) if there is too little memory and the config allocates upfront. The store then
+    /// keeps its rows, and a poisoned cache stays poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
         if self.poisoned.is_some() {
-            // Buffers with unfinished work are useless, and occupy memory that the new ones may need.
+            // Buffers with unfinished work are useless. They occupy memory that the new buffers may need.
             self.store.release();
             self.unsettled = true;
             self.settle();

@@ -90,7 +90,7 @@ fn reserve<T>(list: &mut Vec<T>, n: usize) -> Result<()> {
         let bytes = n.saturating_mul(size_of::<T>());
         Error::new(
             Status::Backend,
-            format_args!("out of memory: {bytes} bytes for a step of experts; free memory or take fewer tokens at a time"),
+            format_args!("out of memory: {bytes} bytes for a step of experts; free memory or pass fewer tokens in each step"),
         )
     })
 }

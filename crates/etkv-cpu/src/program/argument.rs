@@ -187,7 +187,10 @@ pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
 /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
 pub fn reserve(positions: &mut Vec<i32>, n: usize) -> Result<()> {
     if positions.try_reserve(n).is_err() {
-        fail!(Backend, "out of memory: {n} positions; free memory or take fewer tokens at a time");
+        fail!(
+            Backend,
+            "out of memory: {n} positions; free memory or pass fewer tokens in each step"
+        );
     }
     Ok(())
 }

@@ -202,8 +202,8 @@ impl CellsBookkeeping {
             if reachable != at || !has_anchor {
                 fail!(
                     Position,
-                    "position {at} of sequence {sequence} is no longer reachable; the next below it is \
-                     {reachable}. Mark a position before its step"
+                    "position {at} of sequence {sequence} is no longer reachable; the next reachable one below \
+                     it is {reachable}. Mark a position before its step"
                 );
             }
             self.pin(sequence, at);

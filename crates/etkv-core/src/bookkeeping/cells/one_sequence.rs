@@ -108,7 +108,7 @@ impl CellsBookkeeping {
             if n > free {
                 fail!(
                     Capacity,
-                    "the sequence takes {n} cells, {free} of {} are free; remove others first",
+                    "the sequence needs {n} cells, but {free} of {} are free; remove other sequences first",
                     self.capacity
                 );
             }

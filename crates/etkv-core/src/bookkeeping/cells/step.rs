@@ -21,8 +21,8 @@ pub struct OpenStep {
 type PerSequence = [i32; MAX_SEQUENCES as usize];
 
 impl CellsBookkeeping {
-    /// Declares the sequence of each token of the next step. Without a declaration the tokens belong to the pending
-    /// frontiers, in the order of their sequences, or to the only sequence if no frontier is pending.
+    /// Declares the sequence of each token of the next step. Without a declaration, the tokens belong to the pending
+    /// frontiers, in the order of their sequences. If no frontier is pending, they belong to the only sequence.
     ///
     /// The declaration applies until a step commits.
     ///
@@ -98,7 +98,7 @@ impl CellsBookkeeping {
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no tokens, more or fewer than were declared,
     ///   or several sequences without a declaration.
-    /// - [`Position`](crate::Status::Position): a position is not the next one.
+    /// - [`Position`](crate::Status::Position): a position is not the next position of its sequence.
     /// - [`Capacity`](crate::Status::Capacity): too few cells are free, a sequence has more tokens than layer groups
     ///   with windows accept in a step, or a mask would have more elements than an array can have.
     pub fn plan(&mut self, positions: &[i32]) -> Result<&[LayerGroupPlan]> {
@@ -153,7 +153,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Refuses a token that belongs to sequences with different texts before it, if the model has recurrent layers.
+    /// If the model has recurrent layers, refuses a token that belongs to sequences with different texts before it.
     fn check_one_text(&self, segments: &Segments) -> Result<()> {
         if self.recurrent.is_none() || segments.only_member().is_some() {
             return Ok(());
@@ -308,7 +308,7 @@ impl CellsBookkeeping {
             fail!(
                 Step,
                 "sequence {sequence} carries a tree of {} nodes, {} of them for this step; it \
-                 takes no other tokens before the tree is committed",
+                 accepts no other tokens before the tree is committed",
                 tree.len(),
                 tree.n_pending()
             );
@@ -415,7 +415,7 @@ impl CellsBookkeeping {
     }
 
     /// Drops the positions of these sequences that layer groups with windows no longer need. If a layer group has a
-    /// single sequence, its rows are then moved to the first cells, in order of positions.
+    /// single sequence, then moves the rows of that sequence to the first cells, in the order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
         if self.groups.len() == 1 && self.recurrent.is_none() {

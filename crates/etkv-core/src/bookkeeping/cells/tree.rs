@@ -19,7 +19,7 @@ pub struct Tree {
     pub cells: Vec<Vec<i32>>,
     /// The cells of the rows of written nodes in recurrent layers.
     pub rows: Vec<i32>,
-    /// The slots of the anchors after some nodes, in recurrent layers.
+    /// The nodes that have an anchor after them in recurrent layers, each with the anchor's slot.
     pub anchors: BTreeMap<usize, i32>,
 }
 
@@ -145,14 +145,14 @@ impl Tree {
             let Some(index) = known else {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted, but {} nodes of the tree have run",
+                    "cannot accept node {node}: {} nodes of the tree have run",
                     self.n_written
                 );
             };
             if self.parents[index] != before {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted after {before}, but its parent is {}; accept a chain",
+                    "cannot accept node {node} after {before}: its parent is {}; accept a chain",
                     self.parents[index]
                 );
             }
@@ -205,7 +205,7 @@ impl CellsBookkeeping {
         Ok(self.trees.get(&sequence).map_or(0, Tree::len))
     }
 
-    /// Returns the number of cells that the candidates of all trees take.
+    /// Returns the number of cells of the candidates of all trees.
     pub fn candidates(&self) -> i32 {
         self.trees.values().map(|tree| tree.n_written() as i32).sum()
     }

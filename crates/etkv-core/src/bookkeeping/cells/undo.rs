@@ -21,8 +21,8 @@ impl AddedStep {
 }
 
 impl CellsBookkeeping {
-    /// Returns whether the open step only adds positions: its commit neither moves nor drops rows, so
-    /// [`undo`](Self::undo) can restore the state before it.
+    /// Returns whether the open step only adds positions. Its commit then neither moves nor drops rows, so
+    /// [`undo`](Self::undo) can restore the state before the step.
     pub fn only_adds(&self) -> bool {
         self.step.is_some()
             && self.groups.len() == 1

@@ -9,7 +9,7 @@ use crate::format::KvFormat;
 use crate::snapshot::{Book, CellsState, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// One sequence of a cache, which a file contains alone: as sequence 0, in the first cells, in the order of
+/// One sequence of a cache. A file of it has only this sequence: as sequence 0, in the first cells, in the order of
 /// positions.
 pub struct OneSequence<'a, S: Store> {
     pub cache: &'a mut CellsCache<S>,
@@ -63,7 +63,7 @@ impl<S: Store> OneSequence<'_, S> {
         if !state.trees.is_empty() {
             fail!(
                 File,
-                "the file has {} trees of candidates; load it into a cache of its own",
+                "cannot add a sequence from a file with {} trees of candidates; load the file into a separate cache",
                 state.trees.len()
             );
         }
@@ -71,7 +71,7 @@ impl<S: Store> OneSequence<'_, S> {
             1 => Ok(state),
             n => fail!(
                 File,
-                "the file has {n} sequences, expected 1; load it into a cache of its own"
+                "expected a file with 1 sequence, got {n}; load the file into a separate cache"
             ),
         }
     }
@@ -80,7 +80,7 @@ impl<S: Store> OneSequence<'_, S> {
     fn formats_with(&self, snapshot: &Snapshot) -> [KvFormat; 2] {
         let cache = &self.cache;
         let quantized = [cache.config().k_format, cache.config().v_format];
-        // An empty cache takes the formats that the saved one had after `quantized_kv_start`.
+        // An empty cache takes over the saved cache's formats after `quantized_kv_start`.
         let is_empty = cache.book.length() == 0;
         if is_empty && cache.storage.awaits() && !snapshot.awaits && snapshot.formats == quantized {
             return quantized;
@@ -90,7 +90,7 @@ impl<S: Store> OneSequence<'_, S> {
 
     /// Returns the slots of the rows in the file: the first slots of each layer group.
     fn slots_in_file(&self, state: &CellsState) -> Result<Vec<Slots>> {
-        // Checks the state alone, without the sequences of this cache.
+        // Checks the state by itself, without the sequences of this cache.
         let alone = self.cache.book.with_state(state)?;
         let n = |group| alone.held_cells(group).len() as i32;
         Ok((0..alone.n_groups()).map(|group| Slots::Run(0..n(group))).collect())

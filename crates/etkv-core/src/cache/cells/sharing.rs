@@ -9,13 +9,13 @@ use crate::snapshot::SaveCache;
 use crate::store::Store;
 
 impl<S: Store> CellsCache<S> {
-    /// Returns the length of sequence 0, if the cache has no other sequence and this one has no gaps.
+    /// Returns the length of sequence 0, if it has no gaps and the cache has no other sequence.
     fn only_text(&self) -> Result<i32> {
         let others = self.live_sequences();
         if others.iter().any(|&sequence| sequence != 0) {
             fail!(
                 InvalidArgument,
-                "the cache holds the sequences {others:?}, and sequence 0 alone can be shared"
+                "the cache holds the sequences {others:?}, but only sequence 0 can be shared"
             );
         }
         let candidates = self.tree_len(0)?;

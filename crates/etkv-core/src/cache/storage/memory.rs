@@ -12,8 +12,8 @@ use crate::store::{Extent, Store};
 use crate::store_layer::SlotsOf;
 
 impl<S: Store> Storage<S> {
-    /// Reserves the memory by which buffers grow to `slots` slots of each layer group. Replaced buffers count until
-    /// [`settle`](Self::settle).
+    /// Reserves the memory that buffers need to grow to `slots` slots of each layer group. Replaced buffers count
+    /// until [`settle`](Self::settle).
     pub(super) fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
         let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let slots = slots(self, group);
@@ -63,8 +63,8 @@ impl<S: Store> Storage<S> {
     pub(super) fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
         let [mut k, mut v] = self.store.extents(layer);
         if self.kind_of(layer) != SlotsOf::Attention(LayerPolicy::Full) {
-            // The layer group of a window soon writes its own rows over shared ones, so they count as its own from
-            // the start.
+            // The layer group of a window soon overwrites shared rows, so they count as rows of this cache from the
+            // start.
             (k.shared, v.shared) = (0, 0);
         }
         let layer = &self.layers.layers[layer];
@@ -91,7 +91,7 @@ impl<S: Store> Storage<S> {
         self.reserve_bytes(bytes)
     }
 
-    /// Returns the bytes of a slot and the format of each of a layer's buffers, in a cache of these formats.
+    /// Returns the bytes of a slot and the format, for each buffer of a layer in a cache of these formats.
     pub(super) fn slot_bytes(
         &self,
         layer: usize,
@@ -112,8 +112,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Reserves the memory for [`apply`](Self::apply) of a compaction, which may move sequences apart, to slots that
-    /// were never used. Moves at the end of a step need no memory, because they go to the first slots.
+    /// Reserves the memory for [`apply`](Self::apply) of a compaction, which may move sequences to slots that were
+    /// never used. Moves at the end of a step need no memory, because they go to the first slots.
     pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
         let reserved = self.reserve(|storage, group| {
             let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());
@@ -139,7 +139,7 @@ impl<S: Store> Storage<S> {
         u64::try_from(most).unwrap_or(u64::MAX)
     }
 
-    /// Returns the bytes of the buffers, of which each layer group uses `used` slots.
+    /// Returns the bytes of the buffers. Each layer group uses `used` slots.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let mut shared: u64 = 0;
         let mut bytes = |layer: usize| {

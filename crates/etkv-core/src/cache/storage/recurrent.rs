@@ -67,7 +67,7 @@ impl<S: Store> Storage<S> {
         let plan = Arc::clone(plan);
         let spec = RecurrentSpec { rows: [Some(first), second], anchors: states, plan };
         let made = work(&spec)?;
-        // A view that is still alive would make the writes copy the buffer.
+        // If a view still existed, the writes would copy the buffer.
         drop(spec);
         if progress == Progress::Done {
             return Ok(());

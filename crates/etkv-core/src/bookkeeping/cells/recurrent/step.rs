@@ -73,7 +73,7 @@ impl Recurrent {
         if n_rows > self.rows.free_cells() as usize {
             fail!(
                 Capacity,
-                "the recurrent layers keep {n_rows} rows of this step, and {} are free; take fewer tokens",
+                "a step needs {n_rows} rows in the recurrent layers, but {} are free; pass fewer tokens",
                 self.rows.free_cells()
             );
         }
