@@ -114,7 +114,7 @@ class Backend:
         return token in self._special
 
     def is_byte(self, token: int) -> bool:
-        """Return whether ``token`` is a byte, which decodes together with adjacent bytes."""
+        """Return whether ``token`` is a byte. Adjacent byte tokens are decoded together."""
         return self._has_byte_fallback and _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
 
 

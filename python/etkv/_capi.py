@@ -110,7 +110,7 @@ def ask(function: str, kind: str, *arguments: Any) -> Any:
 def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any] | None = None) -> list[Any]:
     """Call a function with the last parameters ``(array, room, n, error)``. Return the values, converted by ``of``.
 
-    Structs need ``of``, because they point into the array, which is freed.
+    Structs need ``of``, because they point into the array, and this function frees the array.
     """
     n = ffi.new("size_t*")
     call(function, *arguments, ffi.NULL, 0, n)
@@ -223,7 +223,8 @@ def follow_log_levels() -> None:
     """Set the library's filter to the levels of the loggers, or to none if no handler accepts a record."""
     new_filter = _log.wanted()
     if new_filter != _log_filter:
-        # Fails if Rust code of the process has set a subscriber of its own, which then receives the messages.
+        # This fails if Rust code of the process has set its own subscriber. That subscriber then receives the
+        # messages.
         with contextlib.suppress(EtkvError):
             _set_log_filter(new_filter)
 

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "\uf8fe"
-"""A private-use character that no text has. It encloses the index of a message, which replaces the message's text."""
+"""A private-use character that no text has. It encloses the index of a message. Mark and index replace the message's
+text.
+"""
 
 
 def parts(

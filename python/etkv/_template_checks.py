@@ -151,7 +151,7 @@ def _number(bits: int) -> None:
 
 
 def step(parts: int) -> None:
-    """Charge one run of the body of a loop or a macro, which has ``parts`` nodes, and its overhead."""
+    """Charge one run of the body of a loop or a macro, and the overhead of the run. The body has ``parts`` nodes."""
     _budget().step(parts + 16)
 
 
@@ -350,7 +350,7 @@ def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_
     if name == "sum" and any(not isinstance(argument, (int, float, str)) for argument in arguments[1:]):
         raise EtkvError("the filter sum needs a number as its start")
     if any(isinstance(argument, str) and len(argument) > _MAX_NAME for argument in arguments) and name in _BY_NAME:
-        raise EtkvError(f"the filter {name} takes a name of {longest} characters, the maximum is {_MAX_NAME}")
+        raise EtkvError(f"the filter {name} is called with a name of {longest} characters, the maximum is {_MAX_NAME}")
 
 
 _FROM_THE_END = {"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"}
@@ -425,7 +425,7 @@ def called(environment: Environment) -> Callable[..., Any]:
             _whole(bound)
         elif name == "strftime_now" and args and len(str(args[0])) > _MAX_NAME:
             raise EtkvError(
-                f"strftime_now takes a format of {len(str(args[0]))} characters, the maximum is {_MAX_NAME}"
+                f"strftime_now is called with a format of {len(str(args[0]))} characters, the maximum is {_MAX_NAME}"
             )
         result = inner(context, function, *args, **named)
         _result(result)

@@ -31,7 +31,7 @@ class Reuse:
     restored: int
     """The length of the prefix from which the turn continued."""
     run: int
-    """Tokens of the text that the turn ran, without the answer."""
+    """Number of the text's tokens that ran in the turn, without the answer."""
 
     @property
     def run_again(self) -> int:

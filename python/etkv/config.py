@@ -1,4 +1,4 @@
-"""The config of a cache: the layers, which the model fixes, and capacity and storage, which the caller chooses.
+"""The config of a cache. The model determines the layers. The caller chooses capacity and storage.
 
 The fields are those of ``etkv_layer_config`` and ``etkv_cache_config`` in ``include/etkv/etkv.h``. This
 module checks only types. The native library and the reference caches check limits when a cache is created.

@@ -157,8 +157,8 @@ class Generation(Iterator[int]):
         self._cancelled = True
 
     def skip(self, count: int) -> None:
-        """Skip the first ``count`` tokens of the prompt, which are in the cache already. Call it before the first token
-        is requested.
+        """Skip the first ``count`` tokens of the prompt, because they are in the cache already. Call it before the
+        first token is requested.
         """
         self._prompt = self._prompt[count:]
         self.prompt_tokens = len(self._prompt)

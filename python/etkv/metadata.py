@@ -82,7 +82,7 @@ class ModelCacheParams:
     backend: Backend = "MLXBackend"
     """The backend that runs the program; pass it to the session."""
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
-    """The recurrent layers in the order of their ids, which are counted separately from those of ``layers``."""
+    """The recurrent layers in the order of their ids. Their ids and the ids of ``layers`` are counted separately."""
 
 
 def write_kv_cache_metadata(
@@ -101,10 +101,10 @@ def write_kv_cache_metadata(
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
-    Each fact is one int for all layers, or one int for each layer, which becomes an int32 tensor. ``window`` and
-    ``chunk`` count positions; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which
-    the program computes keys and values. With ``recurrent_layers``, ``n_layers`` may be 0. The facts of attention
-    layers are then ignored.
+    Each fact is one int for all layers, or a list with one int for each layer. A list becomes an int32 tensor.
+    ``window`` and ``chunk`` count positions; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is
+    the dtype in which the program computes keys and values. With ``recurrent_layers``, ``n_layers`` may be 0. The
+    facts of attention layers are then ignored.
 
     Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or if
     ``dtype`` is not a :data:`Dtype`. The message names the fact, and ``metadata`` is unchanged.

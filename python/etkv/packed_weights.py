@@ -138,7 +138,7 @@ class WeightFormat:
         """Return the packed ``matrix``, ``[out, in]``.
 
         Raises :class:`ValueError` if a weight is not finite, if a row is not a multiple of the group size, or if the
-        format has biases, which only published weights have.
+        format has biases: only published weights have biases.
         """
         if self.group_size and self._numbers.n > 1:
             raise ValueError(f"cannot quantize weights to {self.name}: only published weights have its biases")

@@ -95,7 +95,7 @@ class PrefixCache:
         return ask("etkv_prefix_cache_find", "size_t", self._prefixes, cache._raw(), options)
 
     def keep(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Keep the contents of a cache, whose text is ``tokens``. Return whether the text is then in memory.
+        """Keep the contents of a cache. ``tokens`` are its text. Return whether the text is then in memory.
 
         It is not in memory if its rows exceed ``max_bytes``, or if :meth:`Cache.convert` was called on the cache. The
         cache is attached to the new prefix. An older prefix whose text is the beginning of ``tokens`` is removed if the

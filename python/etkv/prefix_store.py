@@ -46,7 +46,7 @@ class PrefixStore:
         return Usage(files[0], n_bytes[0])
 
     def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Store the contents of a cache of one sequence, whose text is ``tokens``. Return whether a file was written.
+        """Store the contents of a cache of one sequence. ``tokens`` are its text. Return whether a file was written.
 
         No file is written for a text of fewer than 32 tokens, for the beginning of a stored text, for contents of more
         than ``max_bytes``, and if :meth:`Cache.convert` was called on the cache. A file whose text is the beginning of

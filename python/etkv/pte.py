@@ -66,7 +66,7 @@ class PteFile:
 
     @property
     def constant_names(self) -> list[str]:
-        """Return the names of the constant methods: those without inputs and delegates, which the exporter wrote."""
+        """Return the names of the constant methods: methods of the exporter without inputs and delegates."""
         return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
 
     def output_dtype(self) -> Dtype | None:
@@ -208,7 +208,7 @@ def _run_constants(path: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def output_dtype(path: Path) -> Dtype | None:
-    """Return the dtype of a program's first output, in which the program computes."""
+    """Return the dtype of a program's first output. The program computes in this dtype."""
     return PteFile(path).output_dtype()
 
 

@@ -427,8 +427,8 @@ def _require_one_process() -> None:
         _process = os.getpid()
     elif _process != os.getpid():
         raise EtkvError(
-            f"process {os.getpid()} was forked from {_process} after a program was loaded there; it cannot run one: "
-            "start it with multiprocessing's spawn method"
+            f"cannot run a program in process {os.getpid()}: it was forked from process {_process} after a program was "
+            "loaded there; start it with multiprocessing's spawn method"
         )
 
 

@@ -83,7 +83,7 @@ def gptq(
     symmetric: bool = False,
     seed: int = 0,
 ) -> Packed:
-    """Return a layer of GPTQ. ``group_of`` is the group of each column, ``is_second`` the second format."""
+    """Return a layer of GPTQ. ``group_of`` is the group of each column. ``is_second`` selects the second format."""
     group_of = group_of or [column // group_size for column in range(columns)]
     groups = max(group_of) + 1
     codes = numbers(bits, rows, columns, seed=seed)
@@ -182,7 +182,7 @@ def nvfp4(rows: int, columns: int, *, divides: bool, seed: int = 0) -> Packed:
 
 
 def mxfp4(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes of two numbers each [rows, columns / 2], exponents [rows, columns / 32], and the weight."""
+    """Return bytes [rows, columns / 2] with two numbers each, exponents [rows, columns / 32], and the weight."""
     exponents = numbers(3, rows, columns // 32, seed=seed).to(torch.uint8) + 118
     factor = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in exponents.tolist()])
     in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 32)

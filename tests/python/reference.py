@@ -494,7 +494,7 @@ def rms(values: np.ndarray) -> float:
 
 
 def spread(rows: np.ndarray) -> float:
-    """Return the standard deviation of logits within their rows, by which errors of logits are measured."""
+    """Return the standard deviation of logits within their rows. Errors of logits are fractions of it."""
     return rms(rows - rows.mean(axis=-1, keepdims=True))
 
 

@@ -35,7 +35,7 @@ def loaded(model):
 
 @pytest.fixture
 def steps(loaded, monkeypatch):
-    """Return a list of functions, of which the n-th is called after the n-th step of a prompt."""
+    """Return a list of functions. The n-th function is called after the n-th step of a prompt."""
     waiting: list = []
 
     def then(made):

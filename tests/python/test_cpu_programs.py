@@ -76,7 +76,7 @@ def test_ids_equal_those_of_transformers(programs, variant):
 
 @pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
 def test_windows(programs, model):
-    """Texts are much longer than the windows of 64, which are in every layer or only in the first."""
+    """Texts are much longer than the windows of 64. Every layer has a window, or only the first layer."""
     program = programs[Variant(model)]
     prompt = IDS[:150]
     ids, rows = cpu_programs.greedy(program.path, prompt, 60)
@@ -156,7 +156,9 @@ def test_a_tied_head_has_the_weights_of_the_embedding(programs, tiny, variant, f
 
 
 def test_the_last_row_only(programs):
-    """A program of all rows, loaded for the last row, returns one row a step, which equals the last of all rows."""
+    """A program of all rows that is loaded for the last row returns one row a step. This row equals the last of all
+    rows.
+    """
     path = programs[LLAMA].path
     (every,) = cpu_programs.run(path, IDS[:90])
     (last,) = cpu_programs.run(path, IDS[:90], logits="last")

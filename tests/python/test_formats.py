@@ -40,7 +40,7 @@ def test_affine(bits, group):
     ones, zeros = mx.ones(scales.shape), mx.zeros(scales.shape)
     codes = mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)
     np.testing.assert_array_equal(planes.codes, from_mlx(codes))
-    # MLX computes codes with unrounded scales and offsets, which are rounded to float16 afterwards.
+    # MLX computes codes with unrounded scales and offsets. It rounds scales and offsets to float16 afterwards.
     scales, offsets = scales.astype(mx.float16), offsets.astype(mx.float16)
     np.testing.assert_array_equal(planes.scales, np.array(scales))
     np.testing.assert_array_equal(planes.offsets, np.array(offsets))

@@ -78,7 +78,7 @@ FIRST = {architecture: name for name, (architecture, *_) in reversed(CASES.items
 
 @pytest.mark.parametrize("architecture", FIRST)
 def test_every_key_counts(opened, architecture):
-    """A key of the gguf package with an odd value changes the configuration, or is refused by name."""
+    """A key of the gguf package with an unusual value changes the configuration, or is refused by name."""
     file = opened(FIRST[architecture])
     usual = gguf.read_config(file).to_dict()
     for key in known_keys():

@@ -1,4 +1,6 @@
-"""Latent attention: programs that cache latents return the ids of transformers, which expands latents."""
+"""Latent attention: programs that cache latents return the same ids as transformers, although transformers expands
+latents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metadata of programs with recurrent layers, which has another version."""
+"""The metadata of programs with recurrent layers. Its version differs from that of other programs."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached = make()
     attached.cache.attach(prefix, text.length)
     made["attached"] = attached.answer(text.question)
-    # Rewind into the prefix and continue with another text, which must not change other caches. Windows may have
+    # Rewind into the prefix and continue with another text. This must not change other caches. Windows may have
     # dropped positions to which the prefix could rewind.
     least = max(attached.cache.rewindable_to(), 1)
     attached.cache.rewind(rng.randint(least, max(least, text.length)))

@@ -1,8 +1,8 @@
 """Programs of the exporters in ExecuTorch's wheel run through the delegate.
 
 A cache in the graph is a buffer that the program keeps. Such programs have no session, and a new load starts from
-zeros. Ids are compared with transformers in float32. For quantized programs, logits are compared with those of
-transformers with weights that the exporter's own function quantizes and torch dequantizes.
+zeros. Ids are compared with transformers in float32. For quantized programs, the exporter's own function quantizes
+the weights, torch dequantizes them, and transformers computes the expected logits.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _shrunk(cls: Any, **changes: Any) -> Any:
         if name not in default.attribute_map and (is_number or (isinstance(had, list) and name.endswith("_token_id"))):
             given[name] = size
     if "kv_lora_rank" in given:
-        # Every head has its own keys, of which a part is rotated.
+        # Every head has its own keys, and rotates a part of each key.
         given |= {"num_key_value_heads": _TINY["num_attention_heads"], "head_dim": _TINY["qk_rope_head_dim"]}
         given = {name: value for name, value in given.items() if name in entries}
     for name in default.sub_configs:

@@ -153,7 +153,8 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms and biases start as ones and zeros, with which a wrongly applied norm or bias would have no effect.
+            # Norms and biases start as ones and zeros. With these, a wrongly applied norm or bias would have no
+            # effect.
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     folder.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _move_vectors(model) -> None:
-    """Change norms and biases, which start as ones and zeros, so that a wrongly applied norm or bias has an effect."""
+    """Change norms and biases from ones and zeros, so that a wrongly applied norm or bias has an effect."""
     import torch
 
     with torch.no_grad():

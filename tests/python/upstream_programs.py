@@ -44,8 +44,8 @@ class Export:
 
     In ``options`` the text ``{out}`` stands for the folder of the result, and ``{tiny-...}`` for the folder of a model.
     ``hooks`` installs transformers' hooks for hidden states before the exporter traces the model, because installing
-    them takes a lock, which torch.export cannot trace. ``older_names`` gives Voxtral's model a method of transformers
-    5.0.
+    the hooks acquires a lock, and torch.export cannot trace locks. ``older_names`` gives Voxtral's model a method of
+    transformers 5.0.
     """
 
     name: str

@@ -354,7 +354,7 @@ def _note(
 ) -> None:
     """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all calls of the module."""
     if query.shape[2] != key.shape[2]:
-        raise ValueError("in a step, its queries and its keys are of different tokens")
+        raise ValueError("in a step, its queries and its keys belong to different tokens")
     if declared and declared != mask.window:
         raise ValueError(f"its attention has a window of {declared}, but its mask has {mask}")
     earlier = found.modules.get(module)

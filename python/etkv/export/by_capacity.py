@@ -1,4 +1,4 @@
-"""The op that chooses between two tensors by the capacity of the cache, which is known when a program is loaded.
+"""The op that chooses between two tensors by the cache's capacity. The capacity is known when a program is loaded.
 
 In an MLX program the choice is a ``where`` whose flag is a constant, false. The pass ``by_capacity`` of
 ``crates/etkv-mlx-program`` finds the flag by its name and sets it. In a CPU program the choice is a call of etkv, see

@@ -1,4 +1,4 @@
-"""Replaces complex tensors in a graph, which no backend supports, by their real and imaginary parts.
+"""Replaces complex tensors in a graph by their real and imaginary parts, because no backend supports complex tensors.
 
 Llama 4 rotates keys and queries with complex products.
 """

@@ -46,7 +46,8 @@ class DraftForward(torch.nn.Module):
     known [1, T, 1])`` -> logits and hidden states.
 
     A row of ``hidden_states`` belongs to the token itself where ``known`` is 1, and to the token before it where
-    ``known`` is 0. The returned hidden states are the known or predicted input of the layers, which later tokens need.
+    ``known`` is 0. The returned hidden states are the known or predicted input of the layers. Later tokens need this
+    input.
     """
 
     def __init__(self, model: PreTrainedModel, predictor: FeaturePredictor, last_logits: bool = False) -> None:

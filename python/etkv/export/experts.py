@@ -71,7 +71,9 @@ def _is_mixture(module: torch.nn.Module) -> bool:
 
 
 def are_plain(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` holds experts with the weights of transformers, which no backend has replaced."""
+    """Return whether ``module`` holds experts whose weights are those of transformers: no backend has replaced
+    them.
+    """
     return _is_mixture(module) and all(isinstance(getattr(module, name), torch.Tensor) for name in names(module))
 
 

@@ -41,7 +41,8 @@ class Limits:
     group_size: int | None
 
     def within(self, layout: CacheLayout, request: ExportRequest) -> Limits:
-        """Return the limits of a program with the caches of ``layout``, whose steps are at most as long as a window.
+        """Return the limits of a program with the caches of ``layout``. Its steps are at most as long as the smallest
+        window.
 
         Raises :class:`EtkvError` if the request has longer steps, or if a window is shorter than the minimum step.
         """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 Node = Any
-"""A node of a graph, whose arguments have the types of all operators."""
+"""A node of a graph. The types of its arguments depend on the operator."""
 
 _aten = torch.ops.aten
 

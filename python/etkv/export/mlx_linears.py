@@ -110,7 +110,7 @@ class PackedEmbedding(_Layer, torch.nn.Embedding):  # type: ignore[override] # I
     """An embedding with packed weights."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of ids."""
+        """Return the embedding's rows for ids."""
         made: Tensor = embedding(input, self.packed, self.scales, self.etkv_bits, self.biases)
         return made
 
@@ -184,7 +184,7 @@ def register() -> None:
     )
 
     def biases_of(builder: Any, scales: torch.fx.Node, bits: int) -> Any:
-        """Return the slot of the biases, which a program computes from scales when it is loaded."""
+        """Return the slot of the biases. A program computes the biases from scales when it is loaded."""
         name = f"{builder.get_placeholder_target(scales)}_to_biases"
         if name in builder.extra_constants:
             return builder.slot_manager.get_slot(name)

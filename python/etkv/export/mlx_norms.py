@@ -1,4 +1,4 @@
-"""Finds the RMS norms in a graph, which MLX computes in one operation.
+"""Finds the RMS norms in a graph. MLX computes such a norm in one operation.
 
 ExecuTorch's own pass does not compare the operands of a product before it replaces the product by a norm. A product
 with a weight for each head, or with the mean of another tensor, would become an error or a wrong norm. This pass leaves

@@ -158,7 +158,7 @@ class Packing:
         self._scratch.release()
 
     def _to_pack(self, model: PreTrainedModel) -> set[torch.nn.Module]:
-        """Return the modules of ``model``, which has no weights yet, whose weights are packed once they are read."""
+        """Return the modules whose weights are packed once they are read. ``model`` has no weights yet."""
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         return {module for path, module in self._modules(model) if f"{path}.weight" not in tied}
 
@@ -258,7 +258,7 @@ def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
     """Combine ``parts`` to the integers of ``weight``, ``[rows, columns]``; return None if the values do not match.
 
     A loader concatenates the matrices of all experts. If a matrix has two products for each expert, a file may have all
-    first products before all second products. A loader may also transpose or cut weights, which is not supported.
+    first products before all second products. Loaders that transpose or cut weights are not supported.
     """
     half = len(parts) // 2
     orders = [parts]
@@ -293,7 +293,7 @@ def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` is a linear layer with plain weights, which may be transposed."""
+    """Return whether ``module`` is a linear layer with plain weights. The weights may be transposed."""
     return isinstance(module, torch.nn.Linear | Conv1D) and not isinstance(module, PackedLayer)
 
 

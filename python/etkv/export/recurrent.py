@@ -1,9 +1,9 @@
 """Makes recurrent layers call the ops of their cache instead of transformers' functions.
 
-In transformers, such a layer is a module with projections and norms, which calls functions that all families share: a
-causal convolution, the gated delta rule (with a decay for each head, or for each channel), and the scan of Mamba-2. A
-layer is recognised by the functions that it calls. Only these functions are replaced; the rest of the module is
-unchanged. So a family needs no code here, unless its layers call another function.
+In transformers, such a layer is a module with projections and norms. The module calls functions that all families
+share: a causal convolution, the gated delta rule (with a decay for each head, or for each channel), and the scan of
+Mamba-2. A layer is recognised by the functions that it calls. Only these functions are replaced; the rest of the
+module is unchanged. So a family needs no code here, unless its layers call another function.
 """
 
 from __future__ import annotations

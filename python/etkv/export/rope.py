@@ -1,4 +1,4 @@
-"""Fixes rotary embeddings whose frequencies depend on the length of a text, which is unknown in a graph.
+"""Fixes rotary embeddings whose frequencies depend on the length of a text. In a graph, the length is unknown.
 
 A cache stores rotated keys, so a text must use one set of frequencies. Long RoPE has two sets: one up to the original
 context length, and one for longer texts. A program for longer texts has both sets. When the program is loaded, the

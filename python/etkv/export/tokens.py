@@ -202,7 +202,7 @@ class _Runs:
             return getattr(args[0], target)(*args[1:], **kwargs)
         of_quantization = str(target).startswith(("torchao.quantize_affine", "torchao.dequantize_affine"))
         if of_quantization and args[0].is_floating_point():
-            # Skip the rounding of activations, which would hide small differences and cause others.
+            # Skip the rounding of activations. It would hide small differences and cause others.
             return args[0]
         return target(*args, **kwargs)
 
@@ -239,7 +239,7 @@ class _Runs:
 
 
 def _experts(*arguments: Any) -> torch.Tensor:
-    """Return the outputs of experts without the rounding of activations, which would cause differences."""
+    """Return the outputs of experts without rounding activations: the rounding would cause differences."""
     formats = WeightFormat(*arguments[7:9]), WeightFormat(*arguments[9:11])
     compute: Any = experts_op.compute
     made: torch.Tensor = compute(*arguments[:7], formats, experts_op.Activation(*arguments[11:]), rounds=False)

@@ -103,7 +103,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> Checkpoint | None:
-    """Return the quantized weights in ``files`` of the folder ``path``, which are decoded when they are read.
+    """Return the quantized weights in ``files`` of the folder ``path``. A weight is decoded when it is read.
 
     Return None if they are not quantized. Reads only the sizes of tensors. Raises :class:`EtkvError` for a quantization
     that cannot be decoded.

@@ -205,7 +205,7 @@ class ReferenceCache(ABC):
         """Returns a step for tokens at these positions. Raises :class:`StatusError` if the cache refuses them."""
 
     def _step_of(self, positions: list[int], owners: list[Members], sequences: dict[int, TokenSequence]) -> Step:
-        """Returns a step whose tokens belong to ``owners``. Adds them to ``sequences``, which are copies."""
+        """Returns a step whose tokens belong to ``owners``. Adds the tokens to ``sequences``, which are copies."""
         if len(owners) != len(positions):
             raise invalid(f"the step has {len(positions)} tokens, but begin_step declared {len(owners)}")
         history = distinct(sequences.get(number, one) for number, one in enumerate(self._sequences))

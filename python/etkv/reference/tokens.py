@@ -53,8 +53,9 @@ class Window:
     def left(self, held: set[int], following: int) -> set[int]:
         """Returns the positions of ``held`` that stay after a step. ``following`` is the sequence's next position.
 
-        Nothing is dropped while another step of ``step`` tokens fits. Otherwise the sinks stay, the window of the next
-        query, and the window of the query ``step`` positions earlier. So a step of any allowed size can be rolled back.
+        Nothing is dropped while another step of ``step`` tokens fits. Otherwise three sets of positions stay: the
+        sinks, the window of the next query, and the window of the query ``step`` positions earlier. So a step of any
+        allowed size can be rolled back.
         """
         earliest = max(following - self.step, 0)
         fits = len(held) <= self.slots - self.step

@@ -27,7 +27,8 @@ class TreeCache(SeqCache):
         """Appends a frontier of candidates to the tree of a sequence: the queries of its next step.
 
         A candidate sees the sequence, its ancestors and itself. A parent is the number of an earlier node, counted over
-        all frontiers of the tree; -1 is the sequence itself. A node's position is the sequence's next plus its depth.
+        all frontiers of the tree; -1 is the sequence itself. A node's position is the next position of the sequence
+        plus the node's depth.
         """
         self._refuse_in_step("propose a tree")
         bearer = self._sequence(sequence)

@@ -81,7 +81,7 @@ _OF_CHOICES = {
 }
 """Elementwise operators that choose between ids or between the branches of an activation.
 
-An element takes a few nanoseconds, which is little compared with the products of the layer before.
+An element takes a few nanoseconds, much less than the products of the previous layer.
 """
 
 

@@ -40,7 +40,7 @@ _FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
 
 
 class Packed(torch.nn.Module):
-    """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
+    """The packed weights of one product of all experts. In the model the weights were ``[experts, out, in]``.
 
     ``shape`` is the shape in the model. ``join`` joins the rows of a gate and the rows of the product that it gates,
     in the model's order; None without a gate. ``bias`` is in the order of the packed rows.
@@ -113,7 +113,7 @@ def pack_module(
 ) -> None:
     """Pack the weights of a module of experts in the format ``name``; ``None`` is bfloat16 or float32.
 
-    ``empty`` allocates tensors. ``kept`` returns the packed integers of a file, which keep their format. Raises
+    ``empty`` allocates tensors. ``kept`` returns the packed integers of a file. These keep their format. Raises
     :class:`ValueError` for experts that the op cannot compute.
     """
     if module.has_post_expert_norm:

@@ -54,7 +54,7 @@ class PackedEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # 
     """An embedding with packed weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids."""
+        """Return the embedding's rows for ids."""
         made: torch.Tensor = embedding(input, self.packed, self.etkv_format, self.etkv_group, self.num_embeddings)
         return made
 

@@ -1,4 +1,4 @@
-"""Partitions a program into delegates: one for each call, and some for the nodes between calls, which XNNPACK runs."""
+"""Partitions a program into delegates: one for each call, and XNNPACK's delegates for the nodes between calls."""
 
 from __future__ import annotations
 

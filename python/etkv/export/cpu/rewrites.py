@@ -66,7 +66,7 @@ def _calls(program: ExportedProgram, *targets: Any) -> Iterator[torch.fx.Node]:
 
 
 def _drop_checks(program: ExportedProgram) -> None:
-    """Remove checks of dtypes, and conversions of a tensor to its own dtype, which would slow down later passes."""
+    """Remove checks of dtypes, and conversions of a tensor to its own dtype. Both would slow down later passes."""
     for node in _calls(program, _ATEN._assert_tensor_metadata.default):
         program.graph.erase_node(node)
     for node in _calls(program, _ATEN.to.dtype, _ATEN.to.device, _ATEN.alias.default):
@@ -287,7 +287,7 @@ def _n_dynamic(node: torch.fx.Node) -> int:
 
 
 def _share(program: ExportedProgram) -> None:
-    """Merge equal views and row selections, which each layer computes from positions.
+    """Merge equal views and equal row selections. Each layer computes them from positions.
 
     Quantized activations are not merged: XNNPACK's partitioner would split the delegate at activations that several
     layers read.

@@ -146,7 +146,7 @@ class Decoder:
     def routed_experts(self, gating: int) -> Settings:
         """Return the settings of experts, by the names of DeepSeek's families: experts in groups, and shared experts.
 
-        ``gating`` is llama.cpp's number of the router's function, which must be a sigmoid (2).
+        ``gating`` is llama.cpp's number of the router's function. The function must be a sigmoid (2).
         """
         keys = self.keys
         if gating != 2:
@@ -174,7 +174,7 @@ class Decoder:
 
 
 def embedding(keys: Keys) -> tuple[int, int]:
-    """Return the size of the vocabulary and the width of the model, which must match the shape of the embedding."""
+    """Return the size of the vocabulary and the width of the model. Both must match the shape of the embedding."""
     tensor = keys.file.tensors.get("token_embd.weight")
     if tensor is None:
         raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")

@@ -97,7 +97,7 @@ def _apertus(keys: Keys) -> tuple[str, Settings]:
     settings = decoder.llama_like()
     del settings["head_dim"]
     for part in ("alpha_p", "alpha_n", "beta", "eps"):
-        # The weights of the activation, which have no tensors.
+        # The weights of the activation. The file has no tensors for them.
         keys.reals_of_layers(f"xielu.{part}", decoder.layers)
     return "apertus", settings | {"attention_bias": decoder.biases()["attention_bias"]}
 
@@ -238,7 +238,11 @@ def _mistral3(keys: Keys) -> tuple[str, Settings]:
     # Queries are scaled by the logarithm of their position divided by the original context length.
     rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
     length = rotary.setdefault("original_max_position_embeddings", decoder.context)
-    keys.only("attention.temperature_length", length, reason=f"but this architecture counts in lengths of {length}")
+    keys.only(
+        "attention.temperature_length",
+        length,
+        reason=f"but in this architecture it equals the original context length, {length}",
+    )
     return "ministral3", settings
 
 

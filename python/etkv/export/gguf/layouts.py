@@ -38,7 +38,7 @@ def _flat(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _logarithm(parts: Sequence[Any], config: Any) -> Any:
-    """Return the logarithm of decays, which files store as negative numbers."""
+    """Return the logarithm of decays. Files store decays as negative numbers."""
     return np.log(-parts[0].ravel())
 
 
@@ -89,7 +89,7 @@ def _grouped(values: Any, config: Any, size: int, axis: int = 0) -> Any:
 
 
 def _grouped_values(parts: Sequence[Any], config: Any) -> Any:
-    """Return the rows of queries and keys, followed by the rows of values, which are grouped."""
+    """Return the rows of queries and keys, followed by the grouped rows of values."""
     first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     values = _grouped(parts[0][first:], config, config.linear_value_head_dim)
     return np.concatenate([parts[0][:first], values])

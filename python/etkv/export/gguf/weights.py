@@ -32,7 +32,7 @@ _OF_CACHE = re.compile(r"blk\.\d+\.attn_(k|v|k_norm)\.weight")
 """Tensors of keys and values. They have no effect in layers that share the keys and values of earlier layers."""
 
 _PROJECTION = re.compile(r".*\.altup_(unembed_)?projections\.(\d+)\.weight")
-"""Projections between the inputs of Gemma 3n's layers, which a file has in one tensor."""
+"""Projections between the inputs of Gemma 3n's layers. A file has all of them in one tensor."""
 
 _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
@@ -44,7 +44,7 @@ A bias that the file lacks is zero."""
 
 
 def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
-    """Return the weights of the model of ``config``: name -> weight, which is decoded when it is read.
+    """Return the weights of the model of ``config``: name -> weight. A weight is decoded when it is read.
 
     ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing, or if the model
     does not use a tensor. A weight of a wrong shape raises the error when the weight is read.
@@ -69,7 +69,7 @@ def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
 
 @dataclass(frozen=True)
 class _Weight(Weight):
-    """The weight ``name`` of transformers' model, which has ``shape`` and comes from the tensors ``sources``."""
+    """The weight ``name`` of transformers' model. It has ``shape`` and comes from the tensors ``sources``."""
 
     reader: _Reader
     name: str
@@ -112,7 +112,7 @@ class _Reader:
                 f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, but its model needs "
                 f"{list(shape)}"
             )
-        # Copy float32 values, which are read-only views of the file.
+        # Copy float32 values, because they are read-only views of the file.
         return np.require(values, requirements=["C", "W"])
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
@@ -193,7 +193,7 @@ class _Reader:
         return [known]
 
     def _key(self, name: str) -> float | None:
-        """Return the number for transformers' parameter ``name``, if the file has it as a key."""
+        """Return the number for transformers' parameter ``name``, if the file stores the number as a key."""
         layer = re.search(r"\.(\d+)\.(.*)", name)
         key = None if layer is None else layouts.key_of(self._file.architecture, layer[2])
         if layer is None or key is None:

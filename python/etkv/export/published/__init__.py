@@ -108,7 +108,7 @@ def read(
 
 
 def check_plain(path: Path, files: list[Path], without_effect: re.Pattern[str]) -> None:
-    """Raise :class:`EtkvError` for a matrix of 8 bits or less in ``files``, which a loader would mistake for weights.
+    """Raise :class:`EtkvError` for a matrix of 8 bits or less in ``files``: a loader would mistake it for weights.
 
     Tensors ``without_effect`` may have any dtype.
     """

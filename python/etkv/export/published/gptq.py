@@ -80,7 +80,7 @@ class Gptq(Format):
         return None if columns % groups == 0 and bool((found == plain).all()) else found
 
     def _check_zeros(self, name: str, zeros: Stored, bits: int, rows: int) -> None:
-        """Raise :class:`EtkvError` for a zero point of 0 in the first format, which is stored as -1.
+        """Raise :class:`EtkvError` for a zero point of 0 in the first format, where -1 stands for 0.
 
         Packages read the -1 as 0 or as the number after the highest. Some packages overwrite the neighbouring zero
         points with it.

@@ -1,4 +1,4 @@
-"""Weights for a loader, which are decoded when they are read."""
+"""Weights for a loader. A weight is decoded when it is read."""
 
 from __future__ import annotations
 
