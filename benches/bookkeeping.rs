@@ -24,7 +24,7 @@ fn cells(n: i32, each: i32) -> CellsBookkeeping {
     book
 }
 
-/// Returns `n` sequences of `each` tokens that arrived in turn, so that no two consecutive cells form a run.
+/// Returns `n` sequences of `each` tokens. The tokens arrive in turn, so no two consecutive cells form a run.
 fn interleaved(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     let sequences: Vec<i32> = (0..n).collect();
@@ -93,7 +93,7 @@ fn fork(book: &mut CellsBookkeeping) {
     book.seq_rm(1, 0..i32::MAX).expect("a removal");
 }
 
-/// Proposes 32 nodes, runs them, accepts 5 and removes the accepted ones.
+/// Proposes 32 nodes and runs them. Then accepts 5 of them, and removes these 5.
 fn tree(book: &mut CellsBookkeeping, length: i32) {
     let parents: Vec<i32> = (0..32).map(|node| (node - 1) / 2 - i32::from(node == 0)).collect();
     book.propose(0, &parents).expect("a tree");

@@ -25,7 +25,7 @@ fn ones(heads: i32, n: i32) -> Array {
     Array::ones::<f32>(&[1, heads, n, HEAD_DIM]).expect("an array")
 }
 
-/// Runs a step of `n` tokens through all layers, without attention if only moves of rows are measured.
+/// Runs a step of `n` tokens through all layers. Omits attention if only moves of rows are measured.
 fn step(cache: &mut MlxCache, first: i32, n: i32, attends: bool) {
     let positions: Vec<i32> = (first..first + n).collect();
     let (rows, mut x) = (ones(N_KV_HEADS, n), ones(N_HEADS, n));

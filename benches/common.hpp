@@ -12,7 +12,7 @@
 
 namespace etkv::benches {
 
-/// Ends the process with the error of a failed result.
+/// Prints the error of a failed result, and ends the process.
 template <typename T>
 void check(const Result<T>& result) {
   if (!result) {

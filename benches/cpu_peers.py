@@ -1,17 +1,18 @@
-"""Compares etkv on the CPU with other engines: the same SmolLM2-135M, prompt and number of threads.
+"""Compares etkv on the CPU with other engines. All run the same SmolLM2-135M, prompt and number of threads.
 
 Every contestant reads a prompt in steps of 512 tokens and then answers greedily. Contestants run in turns: one round
 of each, then the next round. Each round is a separate process that answers twice; the second answer counts. The
 output has medians of the rounds and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio
 below 1.
 
-Memory is the peak of the process, minus its memory before the model was loaded, which is that of Python and its
-imports. etkv's process has no Python, so all of its memory counts.
+Memory is the peak of the process, minus its memory before the model was loaded. What is subtracted is the memory of
+Python and its imports. etkv's process has no Python, so all of its memory counts.
 
-A contestant that cannot run is left out; the end of the output has the reason. ExecuTorch's program takes minutes to
-export, once, and stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in the Python of
-``--llama-python``; pip builds it for the processor. If SIGILL ends llama.cpp, as on a virtual machine that reports
-AMX but lacks it, build it again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and ``CXXFLAGS``::
+A contestant that cannot run is left out; the end of the output has the reason. The first run exports ExecuTorch's
+program, which takes minutes. The program stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in
+the Python of ``--llama-python``; pip builds it for the processor. If SIGILL ends llama.cpp, as on a virtual machine
+that reports AMX but lacks it, build it again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and
+``CXXFLAGS``::
 
     python -m venv build/llama
     build/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
@@ -48,7 +49,7 @@ MAX_CONTEXT = 2304
 
 @dataclass(frozen=True)
 class Contestant:
-    """An engine, its model under build/models, and the contestant of etkv to compare it with."""
+    """An engine, its model under build/models, and etkv's contestant with which it is compared."""
 
     name: str
     engine: str
@@ -57,7 +58,7 @@ class Contestant:
     kv: str = "f32"
     quantize: str | None = None
     positions: int = MAX_CONTEXT
-    """Positions of its cache."""
+    """The number of positions of the engine's cache."""
     script: str = __file__
     """The script that runs a round with ``--work``."""
     dtype: str = "f32"
@@ -81,12 +82,12 @@ CONTESTANTS = [
     Contestant("llama.cpp-q4_0", "llama", "peers-llama/q4_0.gguf", "etkv-8da4w", kv="f16", quantize="q4_0"),
 ]
 ON_REQUEST = ("mlx-lm", "executorch-8da4w")
-"""Run only if ``--only`` names them: mlx-lm is slow on a CPU, and executorch-8da4w takes minutes to export."""
+"""These run only if ``--only`` names them: mlx-lm is slow on a CPU, and executorch-8da4w takes minutes to export."""
 
 
 def prepare(contestant: Contestant, llama_python: str) -> str | None:
     """Creates the model's file if it is missing. Returns the reason if it cannot, otherwise None."""
-    # Imported here because the Python that runs llama.cpp may lack etkv.
+    # The import is here because the Python that runs llama.cpp may lack etkv.
     from etkv.models import path
 
     source, file, folder = str(path("smollm2-135m")), str(contestant.file), contestant.file.parent
@@ -135,7 +136,7 @@ def requantize(contestant: Contestant, source: Path) -> None:
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
         # Otherwise llama.cpp uses more bits for some tensors, such as the head's.
         parameters.pure = contestant.quantize == "q4_0-pure"
-    # Renamed when it is complete, because an existing file is used without a check.
+    # The file is renamed when it is complete, because an existing file is used without a check.
     target = contestant.file.with_suffix(".partial")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
         raise SystemExit(f"llama.cpp cannot write {contestant.file}")
@@ -190,7 +191,7 @@ def load_llama(contestant: Contestant, n_threads: int) -> Callable[[list[int], i
     def step(tokens: list[int], position: int) -> int:
         if position == 0:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        # The batch refers to their memory.
+        # The batch refers to the memory of these arrays.
         array = (llama_cpp.llama_token * len(tokens))(*tokens)
         if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) != 0:
             raise SystemExit("llama.cpp cannot decode")
@@ -216,7 +217,7 @@ def answer_by_mlx_lm(model, ids: list[int], n_decode: int) -> dict:
 
 
 def work(contestant: Contestant, ids: list[int], n_decode: int, n_threads: int) -> dict:
-    """Runs one round of a contestant in this process; returns seconds, ids and bytes."""
+    """Runs one round of a contestant in this process. Returns seconds, ids and bytes."""
     # Import before the memory is measured for the first time.
     if contestant.engine == "executorch":
         from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401

@@ -3,7 +3,7 @@
 The model has the shapes of Llama-3.2-1B and random weights, the same on both sides. Its head is tied to its
 embedding, which has a fifth of all weights.
 
-The comparison is that of ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
+The comparison works as in ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
 answers twice; the second answer counts. The output has medians of the rounds and ratios of medians. For speed a ratio
 above 1 favours etkv, for memory a ratio below 1. etkv runs 8da4w and bfloat16. llama.cpp runs q4_0 (its quantizer
 gives the embedding and the head 6 bits), q4_0 for every matrix (q4_0-pure), and bfloat16.

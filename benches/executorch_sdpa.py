@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CHUNK = 512
-"""Maximum tokens of a call, as in etkv's programs."""
+"""The maximum tokens of a call, as in etkv's programs."""
 
 _NAMES = {
     "input_layernorm": "attention_norm",
@@ -31,8 +31,8 @@ _NAMES = {
 def convert(source: Path, folder: Path) -> None:
     """Converts the GGUF file ``source`` to Meta's weights.pth and params.json.
 
-    Meta's rotary embedding rotates neighbouring elements, that of transformers rotates halves. So the rows of the
-    query and key weights are reordered.
+    Meta's rotary embedding rotates neighbouring elements, and the rotary embedding of transformers rotates halves. So
+    the rows of the query and key weights are reordered.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def export(source: Path, program: Path, max_context: int, quantize: str | None) -> None:
-    """Exports the GGUF file ``source`` as ``program``, which computes only the last row of logits."""
+    """Exports the GGUF file ``source`` as ``program``. The program computes only the last row of logits."""
     from executorch.examples.models.llama.export_llama_lib import export_llama
     from executorch.extension.llm.export.config.llm_config import LlmConfig, ModelType
 
@@ -85,7 +85,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
     config.base.metadata = "{}"
     config.model.use_kv_cache = True
     config.model.use_sdpa_with_kv_cache = True
-    # A call accepts one token less than this.
+    # A call accepts one token less than this number.
     config.export.max_seq_length = CHUNK + 1
     config.export.max_context_length = max_context
     config.backend.xnnpack.enabled = True
@@ -93,7 +93,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
     if quantize:
         config.quantization.qmode = quantize
         config.quantization.group_size = 32
-    # Renamed when it is complete, because an existing program is used without a check.
+    # The file is renamed when it is complete, because an existing program is used without a check.
     partial = program.with_suffix(".partial.pte")
     config.export.output_name = str(partial)
     export_llama(config)

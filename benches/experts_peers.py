@@ -4,7 +4,7 @@ The model has four of the 48 layers of Qwen3-30B-A3B, and random weights, the sa
 experts, eight per token; all experts have 2.4 billion weights. The vocabulary is small, so that the layers take most
 of the time.
 
-The comparison is that of ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
+The comparison works as in ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
 answers twice; the second answer counts. The output has medians of the rounds and ratios of medians. For speed a ratio
 above 1 favours etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0 (its quantizer gives the
 embedding and the head 6 bits), and q4_0 for every matrix (q4_0-pure).

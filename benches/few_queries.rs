@@ -1,8 +1,8 @@
-//! Measures attention of up to 64 queries on a GPU, with etkv's kernel and with MLX: 16 dependent calls, as in
-//! layers, each time with a new length.
+//! Measures attention of 1 to 64 queries on a GPU, with etkv's kernel and with MLX. A measurement is 16 dependent
+//! calls, as in layers, with a new length each time.
 //!
 //! With the argument `kernel`, only the kernel is measured. With `differences`, the output is the largest difference
-//! from float32 as a share of the largest value; set `MLX_ENABLE_TF32=0` for it.
+//! from float32 as a share of the largest value. Set `MLX_ENABLE_TF32=0` for `differences`.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ const LENGTHS: [i32; 4] = [300, 1500, 4096, 32_768];
 const ROUNDS: i32 = 9;
 const WARM: i32 = 2;
 
-/// Rows of the pool: more than any step reads.
+/// The number of rows of the pool: more than any step reads.
 struct Pool {
     k: Array,
     v: Array,
@@ -114,7 +114,7 @@ fn table(title: &str, mut cell: impl FnMut(i32, i32, bool) -> Result<String>) ->
     Ok(())
 }
 
-/// Measures a step of one token of each of `sequences` sequences, which have `n` tokens each in one pool.
+/// Measures a step of one token of each of `sequences` sequences. Each sequence has `n` tokens in a common pool.
 fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
     let pool = Pool::new(sequences * n, dim)?;
     let q = noise(&[1, HEADS, sequences, dim])?;
@@ -122,7 +122,7 @@ fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
         let seen: Vec<bool> =
             (0..sequences).flat_map(|i| (0..all).map(move |key| key % sequences == i)).collect();
         let mask = Array::from_slice(&seen, &[sequences, all]);
-        // Evaluated before the clock starts.
+        // The arrays are evaluated before the clock starts.
         mask.logical_and(&mask)
             .map_or(Mask::None, |mask| mask.eval().map_or(Mask::None, |()| Mask::Explicit(mask)))
     };

@@ -1,6 +1,6 @@
 // etkv_lengths: the times of steps at lengths that are new to the process, and
-// at lengths that it has run before: prompts, single tokens, and a few tokens
-// to verify.
+// at lengths that the process has run before. Steps are prompts, single tokens,
+// and a few tokens to verify.
 //
 //   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] [--json]
 //
@@ -51,7 +51,7 @@ void print(const std::string& what, const std::vector<double>& times) {
   std::fflush(stdout);
 }
 
-/// A list of numbers as JSON.
+/// Returns a list of numbers as JSON.
 template <typename T>
 std::string list(const std::vector<T>& numbers) {
   std::string text = "[";
@@ -123,7 +123,7 @@ int main(int argc, char** argv) {
               program, tokens.data(), 0, static_cast<size_t>(n), 0, {}));
     });
   };
-  // The device chooses, so that the logits stay on the device.
+  // The device chooses the token, so that the logits stay on the device.
   const auto step = [&](int64_t n) {
     const int32_t at = must(cache.length());
     std::vector<int32_t> positions(static_cast<size_t>(n));

@@ -1,13 +1,13 @@
-// etkv_op: the time of update_and_attend on a cache and of the same work in MLX
-// alone, in turns. Prints a line of JSON for each length.
+// etkv_op: the time of update_and_attend on a cache, and the time of the same
+// work in MLX alone, in turns. Prints a line of JSON for each length.
 //
 //   etkv_op HEADS KV_HEADS HEAD_DIM LAYERS DTYPE TOKENS ROUNDS LENGTH...
 //
 // DTYPE is f32, f16 or bf16. A step runs TOKENS new tokens after LENGTH
 // positions through every layer. Each layer reads the output of the previous
-// one, and the host waits for the last. In MLX alone, slice_update writes rows
-// into buffers of the final length, and fast::scaled_dot_product_attention
-// reads a slice of them.
+// layer, and the host waits for the last layer. In MLX alone, slice_update
+// writes rows into buffers of the final length, and
+// fast::scaled_dot_product_attention reads a slice of them.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -141,8 +141,8 @@ class Bare {
   std::vector<mx::array> v_;
 };
 
-/// First fills `length` positions in chunks. Returns the microseconds of each
-/// of `steps` steps after them.
+/// First fills `length` positions in chunks. Then runs `steps` steps, and
+/// returns the microseconds of each.
 template <typename Steps>
 std::vector<double>
 time_steps(const Shape& shape, Steps&& cache, int length, int steps) {

@@ -58,7 +58,7 @@ class Packed:
 
 
 MODELS = {
-    # In the order of the report. Most topics use only the first model.
+    # The models, in the order of the report. Most topics use only the first one.
     "llama-3.2-1b": Packed("Llama-3.2-1B's shapes, bfloat16", "llama-3.2-1b"),
     "llama-3.2-1b-4w": Packed("Llama-3.2-1B's shapes, 4-bit", "llama-3.2-1b", "4w"),
     "smollm2-135m": Packed("SmolLM2-135M's shapes, bfloat16", "smollm2-135m"),
@@ -95,7 +95,7 @@ def compress(source: Path, target: Path) -> None:
 
 
 def pack_model(number: int, model: Packed, folder: Path) -> None:
-    """Writes a model into the pack, under a name that keeps the order."""
+    """Writes a model into the pack. Its name there starts with its number, so that sorted names keep the order."""
     target = folder / "models" / f"{number}-{model.folder.name}"
     (target / "hf").mkdir(parents=True)
     (target / "name.txt").write_text(model.label + "\n")
@@ -121,7 +121,7 @@ def find(name: str, folders: list[Path]) -> Path:
 
 
 def strip(file: Path) -> None:
-    """Removes debug information. If `strip` is not installed, the file is unchanged."""
+    """Removes debug information from a file. If `strip` is not installed, the file is unchanged."""
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", str(file)], check=True)
 

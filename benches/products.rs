@@ -1,5 +1,5 @@
-//! Compares attention over packed rows with attention over the same rows unpacked first. The tables determine up to
-//! how many queries a pool multiplies packed rows.
+//! Compares attention over packed rows with attention over the same rows unpacked first. The tables determine the
+//! maximum number of queries for which a pool multiplies packed rows.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use mlx_rs::{random, Array, Dtype};
 const N_KV_HEADS: i32 = 2;
 const GROUP: i32 = 4;
 const LENGTHS: [i32; 3] = [512, 2048, 8192];
-/// Queries of a step. Times `GROUP`, this is the number of rows that are multiplied with a KV head.
+/// The numbers of queries of a step. A number times `GROUP` is the number of rows that are multiplied with a KV head.
 const STEPS: [i32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const FORMATS: [&str; 12] = [
     "f16",

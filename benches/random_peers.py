@@ -1,8 +1,8 @@
-"""Models with random weights, as programs of etkv and files of llama.cpp, for comparisons on the CPU.
+"""Models with random weights for comparisons on the CPU, as programs of etkv and as files of llama.cpp.
 
 The first run of such a benchmark takes minutes: it writes the model, exports it, and converts it with llama.cpp's
 converter. It needs ``make build``; llama-cpp-python in the Python of ``--llama-python`` (``benches/cpu_peers.py
---help`` describes its build); and llama.cpp's source in ``--llama-source``, which is in vendor/llama.cpp of
+--help`` describes its build); and llama.cpp's source in ``--llama-source``. The source is in vendor/llama.cpp of
 llama-cpp-python's sdist::
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
@@ -56,10 +56,10 @@ class RandomModel:
 
     @property
     def contestants(self) -> list[Contestant]:
-        """Return etkv in 8da4w, and llama.cpp in q4_0, both with its quantizer's choice of bits and with q4_0 for
-        every matrix.
+        """Return the contestants: etkv in 8da4w, llama.cpp in q4_0 with its quantizer's choice of bits, and llama.cpp
+        with q4_0 for every matrix.
 
-        With ``bf16``, also both in bfloat16.
+        With ``bf16``, also etkv and llama.cpp in bfloat16.
         """
 
         def contestant(name: str, engine: str, model: str, kv: str, quantize: str | None) -> Contestant:
@@ -87,8 +87,8 @@ class RandomModel:
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.bfloat16)
         model.save_pretrained(self.hf)
-        # The exporter requires a tokenizer, although prompts here are ids. It is written last: a folder with it is
-        # complete.
+        # The exporter requires a tokenizer, although prompts here are ids. The tokenizer is written last: a folder
+        # with a tokenizer is complete.
         (self.hf / "tokenizer.json").write_text(json.dumps(repeating_model.tokenizer()))
 
     def convert(self, source: Path) -> None:
@@ -169,7 +169,7 @@ class RandomModel:
             print(f"left out: {name}: {reason}")
 
     def speed(self, arguments: argparse.Namespace) -> dict[str, str]:
-        """Compares the contestants. Returns those that were left out, and why."""
+        """Compares the contestants. Returns the contestants that were left out, with the reasons."""
         reasons = {contestant.name: self.prepare(contestant, arguments) for contestant in self.contestants}
         left_out = {name: reason for name, reason in reasons.items() if reason}
         for n_prompt in arguments.contexts:

@@ -1,7 +1,7 @@
 """Compares etkv with llama.cpp on a CPU, for a model with recurrent layers, and measures etkv's rewinds and forks.
 
-The model has the shapes of Qwen3.5-0.8B (text part) and random weights, the same on both sides: 24 layers, every
-fourth of which attends while the others are recurrent; 752 million weights with a vocabulary of 248,320.
+The model has the shapes of Qwen3.5-0.8B (text part) and random weights, the same on both sides: 752 million weights
+with a vocabulary of 248,320. Of the 24 layers every fourth attends; the others are recurrent.
 
 ``speed``: prompts and decoding, compared as in ``benches/cpu_peers.py``: contestants run in turns, each round in a
 separate process that answers twice; the second answer counts. The output has medians of the rounds and ratios of
@@ -11,8 +11,8 @@ quantizer gives the embedding and the head 6 bits), and q4_0 for every matrix (q
 ``rewind``: rewinds by 1 to 64 tokens at the end of a text; the removed tokens then run again. The first call after a
 step finds little in the processor's caches, so a second call is measured immediately after it.
 
-``fork``: one sequence is forked into 8 branches without copies. Bytes before, after, and after each branch has
-decoded tokens.
+``fork``: one sequence is forked into 8 branches without copies. The output has the bytes before the fork, after it,
+and after each branch has decoded tokens.
 
 The files take 6 GB in build/models/recurrent-peers. ``benches/random_peers.py`` describes the requirements of a first
 run.
@@ -32,7 +32,8 @@ POSITIONS = 4864
 """Positions of every cache."""
 BRANCHES = 8
 DECODED = (10, 70)
-"""Tokens that each branch has decoded, for each row of the table. After 70 each branch has a separate anchor."""
+"""The number of tokens that each branch has decoded, for each row of the table. After 70 tokens each branch has a
+separate anchor."""
 LONGEST = 64
 """The maximum tokens of a rewind."""
 

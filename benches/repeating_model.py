@@ -1,4 +1,4 @@
-"""Writes a model with the shapes of a published one, whose weights repeat so that they compress well.
+"""Writes a model with the shapes of a published one. Its weights repeat, so that they compress well.
 
 ``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json,
 model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps take as long as with trained weights,
@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 BOS, EOS = 256, 257
-"""Ids after those of the bytes."""
+"""Ids that follow the ids of the bytes."""
 
 POSITIONS = 16384
-"""The context of every model, and of its program with ``--max-context``: enough for 8,192 tokens and an answer."""
+"""The context of every model, and of a program that is exported with ``--max-context``: enough for 8,192 tokens and
+an answer."""
 
 SHAPES = {
     "smollm2-135m": {
@@ -86,7 +87,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalL
 
 
 def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's tensors, in the order of the file; the head is the embedding."""
+    """Returns the shapes of a model's tensors, in the order of the file. The head is tied to the embedding."""
     return qwen3_5_tensors(shape) if shape.get("model_type") == "qwen3_5_text" else llama_tensors(shape)
 
 
@@ -243,7 +244,7 @@ def write(name: str, folder: Path) -> Path:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    # config.json is written last: a folder with it is complete.
+    # config.json is written last: a folder with config.json is complete.
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

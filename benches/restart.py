@@ -1,8 +1,8 @@
-"""Measures the time of a prompt after a restart, without and with a prefix store.
+"""Measures the time of a prompt after a restart, with and without a prefix store.
 
 Every figure is the time until the first token of the answer, in seconds, in a new process that has loaded the
-program. Both ways run in turns, and the file is in the page cache. The first load in a process that does nothing else
-is also compared, in turns, with a ``read`` of the same file into as much new memory.
+program. Both ways run in turns, and the file is in the page cache. Another comparison, also in turns, is between the
+first load in a process that does nothing else, and a ``read`` of the same file into as much new memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(way: str, model: str, n: int, folder: str) -> dict[str, float]:
 
 
 def read(path: Path) -> float:
-    """Return the seconds of reading a file into new memory."""
+    """Return the seconds that reading a file into new memory takes."""
     start = time.perf_counter()
     held = bytearray(path.stat().st_size)
     with path.open("rb", buffering=0) as file:

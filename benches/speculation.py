@@ -1,10 +1,10 @@
 """Measures the cost and gain of speculative decoding: forwards of several tokens, and drafts on questions.
 
-The first table shows the cost of a forward as a function of its number of tokens, with all rows of logits, relative
-to one token. The second table is of ``etkv_speculative`` on a few questions with every draft, in turns, each in a
-separate process: no draft, n-grams of the text, the model's first layers, which read tokens, and its last layers,
-which read hidden states. Missing programs are exported. Figures are sums over the questions of a kind. Speed is the
-median over the rounds of the ratio to the answers without a draft in the same round.
+The first table shows how the cost of a forward depends on its number of tokens. Costs include all rows of logits, and
+are relative to one token. The second table shows ``etkv_speculative`` on a few questions with every draft, in turns,
+each in a separate process. Drafts are none, n-grams of the text, the model's first layers, which read tokens, and the
+model's last layers, which read hidden states. Missing programs are exported. Figures are sums over the questions of a
+kind. Speed is relative to the answers without a draft in the same round; the table has the median over the rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = ROOT / "build" / "models" / "smollm2-135m" / "model.pte"
 
 TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
 CONTEXT = 96
-"""The number of ids of a measurement: a multiple of all of ``TOKENS``."""
+"""The number of ids of a measurement: a multiple of every number in ``TOKENS``."""
 
 QUESTIONS = {
     "a question": ["Why is the sky blue?", "What is a library?", "Who wrote Hamlet?"],
@@ -109,7 +109,7 @@ class Took:
 
 
 def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
-    """Runs the questions with one draft; returns the figures and the answers."""
+    """Runs the questions with one draft. Returns the figures and the answers."""
     command = [BIN / "etkv_speculative", "--model", draft.model, "--ids", "--max-tokens", str(most), *draft.options]
     for question in questions:
         command += ["--prompt", question]

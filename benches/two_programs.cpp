@@ -1,6 +1,6 @@
 // etkv_two_programs: the speed of two programs on two threads, compared with
-// running one after the other. The ratio shows how far their steps overlap. CPU
-// programs use one thread each.
+// running one after the other. The ratio shows how far the programs' steps
+// overlap. CPU programs use one thread each.
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
 #include <algorithm>

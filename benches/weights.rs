@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use mlx_rs::ops::{dequantize, matmul, quantize, quantized_matmul};
 use mlx_rs::{random, Array, Dtype};
 
-/// Shapes `[out, in]` of the weights of SmolLM2-135M and of Llama-3.2-1B, without the head of the latter.
+/// Shapes `[out, in]` of the weights of SmolLM2-135M and of Llama-3.2-1B, except the head of Llama-3.2-1B.
 const SHAPES: [[i32; 2]; 9] = [
     [192, 576],
     [576, 576],
@@ -21,7 +21,7 @@ const SHAPES: [[i32; 2]; 9] = [
     [2048, 8192],
 ];
 const ROWS: [i32; 10] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 64];
-/// Total bytes of the copies of a weight that are read in turn: more than fit a CPU's caches.
+/// The total bytes of the copies of a weight that are read in turn: more than fit a CPU's caches.
 const COLD: usize = 128 << 20;
 const ROUNDS: usize = 9;
 
@@ -33,7 +33,7 @@ fn random(shape: &[i32]) -> etkv::Result<Array> {
     Ok(array)
 }
 
-/// Returns random weights of this shape, more than fit a CPU's caches.
+/// Returns random weights of this shape: so many copies that they do not fit a CPU's caches.
 fn weights([out, into]: [i32; 2]) -> etkv::Result<Vec<Array>> {
     let n = COLD / (4 * out as usize * into as usize);
     (0..n.clamp(2, 64)).map(|_| random(&[out, into])).collect()
@@ -110,7 +110,7 @@ fn layouts() -> etkv::Result<()> {
     })
 }
 
-/// `dtype` is the dtype of the rows and of the scales, which are the same in exported programs.
+/// `dtype` is the dtype of the rows and of the scales. In exported programs both have the same dtype.
 fn packed(bits: i32, dtype: Dtype) -> etkv::Result<()> {
     const GROUP: i32 = 32;
     let title = format!(

@@ -1,4 +1,4 @@
-// The difference between the logits of the same steps.
+// Compares the logits of the same steps on two sides.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ inline std::vector<int64_t> greatest(
   return places;
 }
 
-/// The number of indices at which two lists are equal.
+/// Returns the number of indices at which two lists are equal.
 inline size_t equal(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b) {
@@ -57,9 +57,9 @@ inline size_t equal(
   return same;
 }
 
-/// The number of rows whose chosen id has a logit below the greatest one by
-/// more than bfloat16 rounding explains, for two steps that sum in different
-/// orders.
+/// Returns the number of rows whose chosen id has a logit too far below the
+/// greatest one: by more than bfloat16 rounding explains in steps that sum in
+/// different orders.
 inline size_t not_greatest(
     const std::vector<float>& logits,
     const std::vector<int64_t>& chosen) {
@@ -86,7 +86,7 @@ class Agreement {
       size_t rows) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const double apart = std::abs(double{found[i]} - double{expected[i]});
-      // NaN counts as the largest.
+      // NaN counts as the largest difference.
       apart_ = std::isnan(apart) || apart > apart_ ? apart : apart_;
       largest_ = std::max(largest_, std::abs(double{expected[i]}));
     }
@@ -115,12 +115,13 @@ class Agreement {
 
   /// Returns whether rounding explains the differences. In bfloat16, another
   /// order of summation in 16 layers changes logits by up to a twentieth of the
-  /// largest logit. With packed weights it is a ninth, since the largest logits
-  /// of repeating weights are small. The argmax is then the same in 19 of 20
-  /// rows; in the others two logits are close. This check detects wrong weights
-  /// and masks, but not one wrong key among many. With trained weights,
-  /// differences in bfloat16 may be larger: for such tokens torch's logits of
-  /// SmolLM2-135M differ from those in float32 by 9, where the largest is 36.
+  /// largest logit. With packed weights the limit is a ninth, because the
+  /// largest logits of repeating weights are small. The argmax is then the same
+  /// in 19 of 20 rows; in the other rows two logits are close. This check
+  /// detects wrong weights and masks, but not one wrong key among many. With
+  /// trained weights, differences in bfloat16 may be larger: for such tokens
+  /// torch's logits of SmolLM2-135M differ from those in float32 by 9, where
+  /// the largest is 36.
   bool is_rounding() const {
     return rows_ > 0 && apart_ < 0.2 * largest_ && 10 * same_ >= 9 * rows_;
   }

@@ -1,5 +1,5 @@
-// Runs steps on a captured program and on an interpreted one, which have
-// separate caches.
+// Runs steps on a captured program and on an interpreted one. Each has its own
+// cache.
 #pragma once
 
 #include <cstddef>
@@ -80,7 +80,8 @@ class Both {
     must(change(interpreted_.cache()));
   }
 
-  /// Changes both caches, unless both refuse it. Returns whether they changed.
+  /// Changes both caches, unless both refuse the change. Returns whether they
+  /// changed.
   template <typename Change>
   bool try_to(const Change& change) {
     const auto done = change(captured_.cache());
@@ -100,8 +101,8 @@ class Both {
     }
   }
 
-  /// The same for a step that both sides may refuse. Returns whether the step
-  /// ran.
+  /// Does the same for a step that both sides may refuse. Returns whether the
+  /// step ran.
   bool try_run(const Counts& counts) {
     Batch batch;
     for (const auto& [sequence, n] : counts) {
@@ -120,7 +121,7 @@ class Both {
     return true;
   }
 
-  /// Runs this many tokens of the only sequence as text, for which a program
+  /// Runs this many tokens of the only sequence as text. For text a program
   /// returns only the last row of logits.
   void run_text(int n) {
     const int64_t begin = must(captured_.cache().seq_next(0));
@@ -142,7 +143,7 @@ class Both {
     agreement_.add(found, step(interpreted_), 1);
   }
 
-  /// Runs a proposed tree, from position `base` on.
+  /// Runs a proposed tree. The root is at position `base`.
   void run_tree(const std::vector<int32_t>& parents, int64_t base) {
     std::vector<int64_t> positions;
     std::vector<int64_t> tokens;
@@ -189,9 +190,9 @@ class Both {
   Agreement agreement_;
 };
 
-/// Creates both sides and runs steps on them. Returns whether some steps were
-/// captured, and logits differ by no more than rounding explains and by at most
-/// the share `most` of the largest logit.
+/// Creates both sides and runs steps on them. Returns true if some steps were
+/// captured and logits agree: they differ by no more than rounding explains,
+/// and by at most the share `most` of the largest logit.
 template <typename Make, typename Run>
 bool compare(
     const std::string& what,

@@ -16,17 +16,17 @@
 namespace etkv::benches {
 namespace {
 
-/// The capacity, small enough that operations reach it.
+/// The capacity. It is so small that operations reach it.
 constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
 /// The sequences that operations use, and the maximum tokens of a step.
 constexpr int32_t kSequences = 8;
 constexpr int kMaxTokens = 64;
 /// The maximum difference of logits in float16, as a share of the largest
-/// logit: for floats and for codes. For comparison: a tiny model with one of
-/// 300 keys missing has a difference of 0.013, and with one of 60 missing 0.06.
-/// If one key is rounded the other way before it is stored as codes, the
-/// difference is 0.03.
+/// logit: for floats and for codes. For comparison: a tiny model has a
+/// difference of 0.013 if one of 300 keys is missing, and 0.06 if one of 60 is
+/// missing. If one key is rounded the other way before it is stored as codes,
+/// the difference is 0.03.
 constexpr double kFloats = 0.004;
 constexpr double kCodes = 0.06;
 
@@ -41,14 +41,15 @@ class Random {
   }
 
  private:
-  // Unlike std's distributions, this gives the same numbers on every platform.
+  // Unlike the distributions of std, this gives the same numbers on every
+  // platform.
   std::mt19937 engine_;
 };
 
 /// Returns the sequences of a step, with their numbers of tokens.
 Counts some_tokens(Random& random) {
   Counts counts;
-  // One token of each of many sequences, or several of a few.
+  // One token of each of many sequences, or several tokens of each of a few.
   if (random.in(0, 3) == 0) {
     const int32_t n = random.in(2, kMaxTokens);
     for (int32_t sequence = 0; sequence < n; ++sequence) {
@@ -72,8 +73,8 @@ Counts some_tokens(Random& random) {
   return counts;
 }
 
-/// Declares a step, cancels it, and then runs it. If it does not fit, both
-/// caches refuse it and do not change.
+/// Declares a step, cancels it, and then runs it. If the step does not fit,
+/// both caches refuse it and do not change.
 template <typename C>
 void run_some(Both<C>& both, const Counts& counts) {
   std::vector<int32_t> sequences;

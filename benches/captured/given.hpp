@@ -13,7 +13,7 @@
 namespace etkv::benches {
 
 /// Returns rows with values from -1 to 1 for the tokens at `n` positions. Every
-/// third row is that of the previous token.
+/// third row is a copy of the previous token's row.
 inline examples::GivenHiddenStates
 given_rows(const examples::HiddenStateType& type, size_t at, size_t n) {
   examples::GivenHiddenStates given;

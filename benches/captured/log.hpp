@@ -12,7 +12,8 @@
 
 namespace etkv::benches {
 
-/// Counts captured and interpreted steps, and stores the reasons.
+/// Counts captured and interpreted steps, and stores why steps were not
+/// captured.
 class Log {
  public:
   Log() {
@@ -35,7 +36,7 @@ class Log {
     return captured_;
   }
 
-  /// Steps of few tokens that the interpreter ran instead.
+  /// The number of steps of few tokens that the interpreter ran instead.
   size_t interpreted() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return interpreted_;

@@ -1,7 +1,7 @@
 // etkv_captured: compares steps that are captured as one CUDA graph with the
-// same steps in the interpreter, in turn: the difference of logits and hidden
-// states, the chosen ids, and the times. A draft that reads hidden states gets
-// generated ones, and runs a single sequence.
+// same steps in the interpreter, in turn. It compares logits, hidden states,
+// chosen ids and times. A draft that reads hidden states gets generated ones,
+// and runs a single sequence.
 //
 //   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT [SEEDS]]]]
 //
@@ -75,7 +75,7 @@ struct Side {
     return etkv::benches::rows_of(run(tokens, length()));
   }
 
-  /// Runs tokens of a draft with hidden states, from position `at` on.
+  /// Runs tokens of a draft with hidden states, the first at position `at`.
   etkv::examples::LogitsView run(
       const std::vector<int64_t>& tokens,
       int32_t at) {
@@ -90,21 +90,21 @@ struct Side {
         program.step(tokens.data(), positions.data(), tokens.size(), given));
   }
 
-  /// Returns whether the program reads hidden states. If so, the device does
-  /// not choose ids.
+  /// Returns whether the program reads hidden states. For such a program the
+  /// device does not choose ids.
   bool is_draft() const {
     return program.draft_tap().has_value();
   }
 
-  /// Runs tokens from position `at` on; the device chooses ids.
+  /// Runs tokens, the first at position `at`. The device chooses ids.
   std::vector<int64_t> choose(const std::vector<int64_t>& tokens, int32_t at) {
     std::vector<int32_t> positions(tokens.size());
     std::iota(positions.begin(), positions.end(), at);
     return must(etkv::choose(session.cache(), tokens, positions));
   }
 
-  /// Returns the milliseconds of a step that copies logits to the host, or of
-  /// one for which the device chooses ids.
+  /// Returns the milliseconds of a step: the step copies logits to the host, or
+  /// the device chooses ids.
   double timed(const std::vector<int64_t>& tokens, bool chosen) {
     const int32_t at = length();
     Stopwatch watch;
@@ -124,7 +124,7 @@ struct Side {
     }
   }
 
-  /// The tokens at `n` positions.
+  /// Returns the tokens at `n` positions.
   std::vector<int64_t> tokens(size_t at, size_t n) const {
     std::vector<int64_t> made(n);
     for (size_t i = 0; i < n; ++i) {
@@ -253,8 +253,8 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
   }
 }
 
-/// Compares a text that returns its last row of logits with the same text that
-/// returns all rows; both are captured. Returns whether all bits of these
+/// Compares a captured text that returns its last row of logits with the same
+/// captured text that returns all rows. Returns whether all bits of these
 /// logits and of the hidden states are equal.
 bool compare_rows(Side& all, Side& last) {
   bool same = true;

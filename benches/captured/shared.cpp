@@ -51,7 +51,8 @@ void run_attached(Both<SeqCache>& both) {
   both.run({{0, 1}});
   both.run({{0, 1}});
   both.run({{0, 90}});
-  // A prefix that extends a prefix; the cache continues from part of it.
+  // A prefix that extends another prefix. The cache continues from a part of
+  // the longer one.
   both.attach(200);
   both.run({{0, 5}});
   both.change([](SeqCache& cache) { return cache.seq_cp(0, 1); });
@@ -86,7 +87,7 @@ bool compare_shared(
     const char* model,
     const std::string& format,
     const Log& log) {
-  // Run all of them, even after a failure.
+  // Run all comparisons, even after a failure.
   const bool sequences = compare(
       "several sequences",
       log,

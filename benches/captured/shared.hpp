@@ -7,9 +7,9 @@
 
 namespace etkv::benches {
 
-/// Runs steps of several sequences that share cells, and of trees, captured and
-/// in the interpreter, on caches of this format (empty for the program's
-/// dtype). Returns whether steps were captured and agree.
+/// Runs steps of several sequences that share cells, and steps of trees, both
+/// captured and in the interpreter. The caches have this format (empty for the
+/// program's dtype). Returns whether steps were captured and agree.
 bool compare_shared(
     const char* model,
     const std::string& format,

@@ -1,6 +1,6 @@
 """Compares etkv's speed and memory with mlx-lm and with MLX alone, in one run.
 
-Contestants run in turns, each round in a separate process: a round of each, then the next round. The report is a
+Contestants run in turns: a round of each, then the next round. Each round is a separate process. The report is a
 folder: report.json with every figure of every round, report.md with tables of medians and ratios, and plots. The
 report names contestants that cannot run, with the reason.
 
@@ -28,7 +28,7 @@ from .measure import PEER, Bench, Figures, NotRunError, json_lines, run_process,
 TOPICS = {topic.NAME: topic for topic in (decode, lengths, formats, batch, fork, speculation, startup, op)}
 
 PACK = Path(__file__).resolve().parents[1]
-"""The parent folder of this package: benches/ of a checkout, or a pack of binaries."""
+"""The parent folder of this package: benches/ in a checkout, or a pack of binaries."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,7 +173,8 @@ def run(bench: Bench, names: list[str]) -> Figures:
 
 
 def facts(bench: Bench) -> tuple[Figures, str | None]:
-    """Returns the versions and the device that MLX in Python reports; or a substitute, with the reason."""
+    """Returns the versions and the device that MLX in Python reports. If they are unknown, returns a substitute with
+    the reason."""
     job = bench.output / "job.json"
     job.write_text(json.dumps({"work": "facts"}))
     try:

@@ -1,4 +1,4 @@
-"""Compares reading a prompt and decoding with mlx-lm: the same weights, dtype and MLX."""
+"""Compares reading a prompt and decoding with mlx-lm. Both sides have the same weights, dtype and MLX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOPS: dict[str, list[str]] = {ETKV: ["--loop", "device"], STEPS: ["--loop", "st
 before the next step begins."""
 
 RIVALS = {PIPELINED: ETKV, WAITING: STEPS}
-"""mlx-lm's loops -> the loop of etkv to compare with."""
+"""mlx-lm's loops -> the loop of etkv with which each is compared."""
 
 SAME_ON_CPU = "on a CPU it takes as long as mlx-lm's own loop, and its prompt takes minutes"
 
@@ -79,7 +79,7 @@ def compare(bench: Bench, topic: Topic, model: Model, context: int, n_decode: in
     for name, loop in ((PIPELINED, "pipelined"), (WAITING, "waiting")):
         job = {"ids": ids, "decode": n_decode, "repeat": repeat, "loop": loop}
         contestants[name] = partial(bench.peer, "decode", model, **job)
-    # There, a round of mlx-lm takes ten minutes.
+    # On a CPU, a round of mlx-lm takes ten minutes.
     rounds = 1 if bench.device == "cpu" and context > 4096 else None
     skipped = {}
     if bench.device == "cpu" and context > 512:

@@ -1,4 +1,4 @@
-"""Compares branches of one context with mlx-lm: the time of a fork, and of decoding the branches together."""
+"""Compares branches of one context with mlx-lm: the time of a fork, and the time to decode the branches together."""
 
 from __future__ import annotations
 

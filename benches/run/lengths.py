@@ -1,4 +1,4 @@
-"""Measures prompts and steps of lengths that the process has not run before, and the same lengths again."""
+"""Measures prompts and steps of lengths that the process has not run before, and then the same lengths again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ETKV, PEER = "etkv", "mlx-lm"
 
 
 def lengths(longest: int, prompts: int) -> list[int]:
-    """Returns the lengths of the prompts in the order of ``etkv_lengths``, which is not monotonic."""
+    """Returns the lengths of the prompts in the order of ``etkv_lengths``. The order is not monotonic."""
     return [100 + (longest - 100) * (i * 7 % prompts) // prompts + i for i in range(prompts)]
 
 
@@ -64,7 +64,7 @@ def native_format(bench: Bench, model: Model) -> str:
 
 
 def with_steps(result: Figures) -> Figures:
-    """Returns the figures with a separate name for the times of each kind of step, and the ratio of a round."""
+    """Returns the figures. The times of each kind of step have a separate name. Adds the ratio of a round."""
     for one in result["steps"]:
         result[step_metric(one["context"], one["tokens"])] = one["ms"]
     pairs = zip(result["fresh_ms"], result["again_ms"], strict=True)

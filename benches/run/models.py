@@ -1,4 +1,4 @@
-"""Finds the models of a run: those of the checkout, of a pack of binaries, or of the command line."""
+"""Finds the models of a run: the models of the checkout, of a pack of binaries, or of the command line."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def convert(source: str, program: str, target: str, *, dtype: str, bits: int | N
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
-    # Written last: a folder with it is complete.
+    # config.json is written last: a folder with config.json is complete.
     save_config(config, folder / "config.json")
 
 
 def quantized_weights(program: Path, bits: int) -> dict[str, Any]:
-    """Returns the packed weights, scales and biases in ``program``, under mlx-lm's names.
+    """Returns the packed weights, scales and biases of ``program``, under mlx-lm's names.
 
-    The program contains no biases: they are the scales times the middle code.
+    The program contains no biases. They are computed: a bias is the scale times the middle code.
     """
     import mlx.core as mx
 

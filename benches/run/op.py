@@ -1,4 +1,4 @@
-"""Compares the op alone, which writes rows and attends, with the same work in MLX without a cache."""
+"""Compares the op alone with the same work in MLX without a cache. The op writes rows and attends."""
 
 from __future__ import annotations
 

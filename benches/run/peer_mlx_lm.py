@@ -70,7 +70,7 @@ class Peer:
         return self.mx.argmax(self.model(tokens, cache=cache)[:, -1], axis=-1)
 
     def prefill(self, ids: list[list[int]]) -> tuple[Any, Any]:
-        """Runs prompts of equal length. Returns the cache and the next tokens, which the host has read."""
+        """Runs prompts of equal length. Returns the cache and the next tokens. The host has read these tokens."""
         mx = self.mx
         cache = self.make_prompt_cache(self.model)
         tokens = mx.array(ids)
@@ -114,7 +114,7 @@ class Peer:
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Reads a prompt and decodes after it, ``repeat`` times; reports the last time."""
+    """Reads a prompt and decodes after it, ``repeat`` times. Reports the last of these runs."""
     peer = Peer(job)
     ids, n = job["ids"], job["decode"]
     for _ in range(job["repeat"]):
@@ -158,7 +158,7 @@ def startup(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengths(job: dict[str, Any]) -> dict[str, Any]:
-    """Measures what ``etkv_lengths`` does: prompts of new lengths, the same lengths again, and steps of tokens."""
+    """Measures the same as ``etkv_lengths``: prompts of new lengths, the same lengths again, and steps of tokens."""
     peer = Peer(job)
     ids = job["ids"]
 

@@ -30,7 +30,7 @@ class Table:
 
 @dataclass
 class Panel:
-    """A part of a plot: one value of each series for each x value; None if it was not measured."""
+    """A part of a plot: for each x value one value of each series; None if the value was not measured."""
 
     title: str
     x: list[Any]
@@ -41,7 +41,7 @@ class Panel:
 
 @dataclass
 class Plot:
-    """A plot of ``bars``, or of ``lines`` over numbers with optionally logarithmic axes."""
+    """A plot of ``bars``, or of ``lines`` over numbers. Axes of ``lines`` may be logarithmic."""
 
     file: str
     title: str

@@ -68,7 +68,7 @@ def compare(bench: Bench, topic: Topic, model: Model) -> Results:
         return {**run, "load_seconds": result["load_seconds"], "first_token_seconds": run["prefill_seconds"]}
 
     contestants = {ETKV: partial(timed, etkv), PEER: partial(timed, partial(bench.peer, "startup", model, ids=ids))}
-    # A first round does not count: it reads files from the disk and compiles kernels.
+    # A first round does not count, because it reads files from the disk and compiles kernels.
     for run in contestants.values():
         bench.in_turns({"model": model.name, "warm-up": True}, {"warm-up": run}, 1)
     results = bench.in_turns({"model": model.name}, contestants)
@@ -77,7 +77,7 @@ def compare(bench: Bench, topic: Topic, model: Model) -> Results:
 
 
 def timed(run: Callable[[], Figures]) -> Figures:
-    """Adds the seconds from the start of the process to its end."""
+    """Adds the seconds from the start to the end of the process."""
     start = time.perf_counter()
     figures = run()
     return {**figures, "process_seconds": time.perf_counter() - start}
