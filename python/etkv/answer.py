@@ -32,18 +32,19 @@ class GenerationResponse:
     token: int | None
     """The token id that completed the text; None in the last response, which has the rest of the text."""
     prompt_tokens: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     generation_tokens: int
-    """Tokens of the answer so far."""
+    """Number of tokens of the answer so far."""
     prompt_tps: float
-    """Tokens of the prompt a second."""
+    """Tokens of the prompt per second."""
     generation_tps: float
-    """Tokens of the answer a second; 0 before the second token."""
+    """Tokens of the answer per second; 0 before the second token."""
     finish_reason: FinishReason | None
     """The reason why the answer ended, in the last response; None in the others."""
     cached_tokens: int = 0
-    """Tokens of the prompt that came from a prefix cache. The model did not read them, and ``prompt_tps`` excludes
-    them."""
+    """Number of tokens of the prompt that came from a prefix cache. The model did not read these tokens, and
+    ``prompt_tps`` excludes them.
+    """
 
 
 def generate(

@@ -35,7 +35,7 @@ class Reuse:
 
     @property
     def run_again(self) -> int:
-        """Tokens that matched and ran again nevertheless."""
+        """Number of tokens that matched and ran again nevertheless."""
         return self.matched - self.restored
 
     @property

@@ -32,14 +32,14 @@ class LayerConfig:
     """Shapes of the keys and values that one attention layer stores, and the positions that its queries see."""
 
     n_kv_heads: int
-    """KV heads, not query heads."""
+    """Number of KV heads, not of query heads."""
     k_head_dim: int
-    """Elements of one key."""
+    """Number of elements of one key."""
     v_head_dim: int | None = None
-    """Elements of one value; None for the same number as a key."""
+    """Number of elements of one value; None for the same number as a key."""
     _: KW_ONLY
     window: int = 0
-    """Positions that a query sees, its own included; 0 for full history."""
+    """Number of positions that a query sees, its own included; 0 for full history."""
     sinks: int = 0
     """Number of positions at the start of the sequence that a query sees in addition to its window; 0 without a
     window.
@@ -52,8 +52,9 @@ class LayerConfig:
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
     only keys. The first step of a program is refused if the program has other values."""
     chunk: int = 0
-    """Positions of a chunk; 0 for a layer without chunks. Chunks begin at multiples of this number. A query sees the
-    positions of its chunk up to itself. A layer with chunks has no window."""
+    """Number of positions in a chunk; 0 for a layer without chunks. Chunks begin at multiples of this number. A query
+    sees its own position and the earlier positions of its chunk. A layer with chunks has no window.
+    """
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks", "chunk"):
@@ -123,7 +124,7 @@ class CacheConfig:
     min_chunk: int = 0
     """Minimum slots by which buffers grow, for the growths ``doubling`` and ``step``; 0 for 256."""
     quantized_kv_start: int = 0
-    """Positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
+    """Number of positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
     float_format: str | None = None
     """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
     recurrent_layers: Sequence[RecurrentLayer] = ()

@@ -204,7 +204,7 @@ class Generation(Iterator[int]):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the answer a second; 0 before the second token."""
+        """Tokens of the answer per second; 0 before the second token."""
         return (
             (len(self.token_ids) - 1) / self.decode_seconds
             if self.decode_seconds > 0 and len(self.token_ids) > 1

@@ -78,7 +78,7 @@ class ModelCacheParams:
     prefill_chunk_size: int
     """Maximum tokens of one step; 0 if the program does not contain it."""
     max_context_length: int
-    """The positions that the program was exported for; 0 if the program does not contain it."""
+    """Number of positions that the program was exported for; 0 if the program does not contain it."""
     backend: Backend = "MLXBackend"
     """The backend that runs the program; pass it to the session."""
     recurrent_layers: tuple[RecurrentLayer, ...] = ()

@@ -16,25 +16,25 @@ class PrefixStatistics(NamedTuple):
     """Counters of a prefix cache: its contents and its requests."""
 
     prefixes: int
-    """Prefixes in memory."""
+    """Number of prefixes in memory."""
     pinned: int
-    """Prefixes that are pinned."""
+    """Number of pinned prefixes."""
     bytes: int
     """Bytes of the rows of all prefixes. Rows that several prefixes share count once."""
     tokens_asked: int
-    """Tokens of the texts that were passed to :meth:`PrefixCache.attach`."""
+    """Number of tokens of the texts that were passed to :meth:`PrefixCache.attach`."""
     tokens_in_memory: int
     """Number of the requested tokens that were in memory."""
     tokens_in_store: int
     """Number of the requested tokens that came from the store."""
     ahead_waiting: int
-    """Texts in the read-ahead queue, including the text that is being read."""
+    """Number of texts in the read-ahead queue, including the text that is being read."""
     ahead_read: int
-    """Texts that were read ahead into memory, wholly or partly."""
+    """Number of texts that were read ahead into memory, wholly or partly."""
     tokens_ahead: int
-    """Tokens that were read ahead."""
+    """Number of tokens that were read ahead."""
     ahead_failed: int
-    """Texts for which reading ahead failed. The log has the reasons."""
+    """Number of texts for which reading ahead failed. The log has the reasons."""
 
 
 class PrefixPin:

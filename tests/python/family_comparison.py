@@ -30,23 +30,24 @@ MAX_STEP_TOKENS = 16
 """Maximum tokens of a step."""
 
 _PROMPT, _CHUNK = 63, 7
-"""Tokens of the prompt, and tokens of a step. Windows and chunks have 24 tokens. Recurrent layers have anchors at 64.
+"""Number of tokens of the prompt and of a step. Windows and chunks have 24 tokens. Recurrent layers have anchors at
+64.
 """
 
 _GREEDY = 32
 """Number of greedy tokens after the prompt."""
 
 _REWOUND = 12
-"""Tokens by which a single sequence is rewound, to a position before the anchor."""
+"""Number of tokens by which a single sequence is rewound, to a position before the anchor."""
 
 _BATCH = (66, 1, 57)
-"""Tokens of each of the prompts that run in the same steps."""
+"""Number of tokens of each of the prompts that run in the same steps."""
 
 _TOGETHER, _BRANCH = 4, 6
-"""Tokens that each sequence runs after the prompts, after a fork and after a rewind."""
+"""Number of tokens that each sequence runs after the prompts, and after a fork or a rewind."""
 
 _REWOUND_BRANCH = 5
-"""Tokens by which branches are rewound: past the beginning of a chunk at 72, and past the anchor at 64."""
+"""Number of tokens by which branches are rewound: past the beginning of a chunk at 72, and past the anchor at 64."""
 
 
 class TransformersLogits:

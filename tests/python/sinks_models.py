@@ -12,7 +12,7 @@ SOFTCAP = 0.8
 """The softcap of the tiny models. Published models have 50, which would hardly change the scores of random weights."""
 
 WINDOW = 100
-"""The positions of the windows."""
+"""Number of positions that a window contains."""
 
 _HEADS = {"head_dim": 32}
 """Rows have 32 elements, which fit every kind of storage format."""

@@ -20,7 +20,7 @@ FIRST_LAYER = Variant("tiny-gemma3", layers=1)
 VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
 
 TOKENS = 90
-"""Tokens of a text: more than the window of 64, and more than one step of the program."""
+"""Number of tokens of a text: more than the window of 64, and more than one step of the program."""
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.runner]
 
 WINDOW = 64
 MAX = 220
-"""Tokens of an answer, more than a window and two steps, so that every kind of cache drops positions."""
+"""Number of tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
 
 MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=only_long)])
 

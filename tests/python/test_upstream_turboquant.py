@@ -29,10 +29,10 @@ CODED, PLAIN = gemma4_31b("--turboquant"), gemma4_31b()
 RAN = [CODED, PLAIN] if EVERYTHING else [CODED]
 
 STEP = 20
-"""Tokens in a step of the prompt. The program returns only the logits of a step's last token."""
+"""Number of tokens in a step of the prompt. The program returns only the logits of a step's last token."""
 
 ROWS = [*range(STEP - 1, PROMPT - 1, STEP), *range(PROMPT - 1, PROMPT + DECODE - 1)]
-"""The tokens whose logits are compared."""
+"""The indices of the tokens whose logits are compared."""
 
 
 @pytest.fixture(scope="module", autouse=True)

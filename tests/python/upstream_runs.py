@@ -14,7 +14,7 @@ from reference import STORY
 from upstream_programs import OFF_GRAPH, Export
 
 PROMPT, DECODE, STEP = 60, 64, 40
-"""Tokens of the prompt, greedy steps after it, and the maximum tokens of a step."""
+"""Number of tokens of the prompt, number of greedy steps after the prompt, and maximum tokens of a step."""
 
 
 def prompt(count: int = PROMPT) -> list[int]:

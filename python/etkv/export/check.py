@@ -41,7 +41,7 @@ _BEYOND = 16
 """Number of further tokens that are compared beyond a window, or beyond the first anchor of recurrent layers."""
 
 _MAX_PRODUCTS = 30e9
-"""Maximum of parameters times tokens for a comparison of more than ``_TOKENS``: a few seconds on two cores."""
+"""Maximum product of parameters and tokens for a comparison of more than ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
 """The dtype of activations, or the beginning of a quantization's name -> the maximum error of a row of outputs.
