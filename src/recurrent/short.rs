@@ -122,7 +122,7 @@ impl Batch {
         Ok(rows.transpose_axes(&[2, 0, 1, 3, 4])?)
     }
 
-    /// Returns the rows before the tokens. Zeros come before the rows of a group that has fewer.
+    /// Returns the rows before the tokens. If a group has fewer rows, zeros precede them.
     fn before(&self, step: &Step, groups: &[Group]) -> Result<Option<Padded>> {
         if self.n_rows == 0 {
             return Ok(None);

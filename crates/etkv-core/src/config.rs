@@ -43,11 +43,11 @@ impl fmt::Display for LayerPolicy {
 /// The sizes of one attention layer, which are facts of the model's architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerConfig {
-    /// KV heads, not query heads.
+    /// The number of KV heads, not of query heads.
     pub n_kv_heads: i32,
-    /// Elements of one key.
+    /// The number of elements of one key.
     pub k_head_dim: i32,
-    /// Elements of one value.
+    /// The number of elements of one value.
     pub v_head_dim: i32,
     /// The positions that the layer's queries see.
     pub policy: LayerPolicy,
@@ -99,22 +99,22 @@ pub struct CacheConfig {
     pub layers: Vec<LayerConfig>,
     /// One entry for each recurrent layer, in the order of the program's ids of these layers.
     pub recurrent_layers: Vec<RecurrentLayer>,
-    /// The number of anchors that a sequence keeps in recurrences, at least 1. A sequence can be rewound by one block
-    /// for each anchor except the last. Each anchor takes the memory of all states.
+    /// The number of anchors that a sequence keeps in recurrences, at least 1. With n anchors, a sequence can be
+    /// rewound by at least n - 1 blocks. Each anchor takes the memory of all states.
     pub anchors: i32,
     /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the memory of all states.
     pub checkpoints: i32,
     /// The maximum number of positions of the cache.
     pub capacity: i32,
     /// The maximum number of tokens of one step in a cache with window layers. These layers keep that many positions
-    /// in addition to the window, so that a step can be rolled back. It also limits the step that reaches
-    /// `quantized_kv_start`, whose rows are stored in float before all are converted.
+    /// in addition to the window, so that a step can be rolled back. `max_step_tokens` also limits the step that
+    /// reaches `quantized_kv_start`, because the rows of that step are stored in float before they are converted.
     pub max_step_tokens: i32,
     /// How the buffers grow.
     pub growth: Growth,
     /// The format of keys, and of values that are in keys.
     pub k_format: KvFormat,
-    /// The format of other values. If no layer has any, it must equal `k_format`.
+    /// The format of values that are not in keys. If no layer has such values, it must equal `k_format`.
     pub v_format: KvFormat,
     /// If set, rows are stored in `float_format` until the cache has this many positions. Then all rows are
     /// converted, once.

@@ -19,7 +19,7 @@ pub enum Status {
     Position = 3,
     /// The registry has no cache under this key, or the program was loaded without one.
     NoCache = 4,
-    /// The cache is of a kind that does not support this call.
+    /// The cache's kind does not support this call.
     Kind = 5,
     /// A tensor's shape does not match the cache or the program.
     Shape = 6,
@@ -31,7 +31,7 @@ pub enum Status {
     Unsupported = 9,
     /// The backend reported an error, or there is too little memory for buffers.
     Backend = 10,
-    /// The call needs a closed step and one is open on this cache, or the reverse.
+    /// The call is not allowed while a step is open on this cache, or is allowed only then.
     Step = 11,
     /// A defect inside this library.
     Internal = 12,
@@ -90,7 +90,7 @@ impl Status {
 /// An error. Unless its documentation says otherwise, the call that returned it changed nothing.
 ///
 /// The message is complete: it includes the text of [`source`](std::error::Error::source). Two errors are equal if
-/// their status and message are.
+/// their statuses and messages are equal.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -113,7 +113,7 @@ impl Error {
         Self { source: Some(Arc::new(source)), ..self }
     }
 
-    /// Returns whether its cause is an error of this type.
+    /// Returns whether the cause of this error is an error of type `T`.
     pub(crate) fn is_caused_by<T: std::error::Error + 'static>(&self) -> bool {
         self.source.as_deref().is_some_and(|source| source.is::<T>())
     }

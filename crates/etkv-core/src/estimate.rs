@@ -45,8 +45,8 @@ impl CacheConfig {
         Memory::of(attention.collect(), recurrent.collect(), at_capacity)
     }
 
-    /// Returns two numbers of slots for one sequence of `length` positions in layers of this kind: the maximum that
-    /// it has needed so far, and the number that it uses now.
+    /// For one sequence of `length` positions in layers of this kind, returns the maximum number of slots that the
+    /// sequence has needed so far, and the number that it uses now.
     fn slots_at(&self, kind: SlotsOf, length: i32) -> (i32, i32) {
         match (kind, self.recurrent_window()) {
             (SlotsOf::Attention(policy), _) => {
@@ -118,8 +118,8 @@ impl CacheConfig {
         own.saturating_add(self.checkpoints).min(self.capacity)
     }
 
-    /// Returns the number of slots that buffers of this kind allocate if they need `needed` slots. `shared`: several
-    /// sequences use the cache.
+    /// Returns the number of slots that buffers of this kind allocate if they need `needed` slots. `shared` is true
+    /// if several sequences use the cache.
     pub(crate) fn allocated(&self, kind: SlotsOf, needed: i32, shared: bool) -> i32 {
         let (growth, capacity) = (self.growth, self.capacity);
         let everything = shared && growth == Growth::Upfront;

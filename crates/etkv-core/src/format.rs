@@ -252,7 +252,7 @@ impl FromStr for KvFormat {
     type Err = Error;
 
     /// Parses the output of `Display`. `affine8` means `affine8g32`, and so on. Groups of 32 have half the error of
-    /// groups of 64, and cost 4 bytes a group.
+    /// groups of 64. Each group costs 4 bytes.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
             let sizes = name.strip_prefix("affine")?;

@@ -46,7 +46,7 @@ pub struct Memory {
     pub allocated: u64,
     /// The allocated bytes that positions use.
     pub used: u64,
-    /// The bytes of rows that the cache reads from a prefix and other caches may read too. The other fields do not
+    /// The bytes of the prefix's rows that the cache reads. Other caches may read them too. The other fields do not
     /// include them.
     pub shared: u64,
     /// The maximum number of bytes that the cache can ever allocate.

@@ -11,7 +11,7 @@ use crate::reach::Reach;
 use crate::snapshot::{Book, CellsState, ContiguousState, SavedFormats, SavedLayer, Snapshot};
 use crate::store::Store;
 
-/// A read-only sequence from position 0 on. Caches with the same layers, formats and backend
+/// A read-only sequence that begins at position 0. Caches with the same layers, formats and backend
 /// [attach](ShareCache::attach) to it: they read its rows in place, and write later rows into buffers of their own.
 /// The rows are freed when the prefix and every cache that reads them have been dropped, in any order.
 ///
@@ -26,7 +26,7 @@ pub struct Prefix {
     backend: &'static str,
     /// The [`FrozenRows`] of a store.
     rows: Arc<dyn Any + Send + Sync>,
-    /// The memory of its rows, and of the rows of prefixes that it continues.
+    /// The memory of this prefix's rows, and of the rows of prefixes that it continues.
     pieces: Arc<[Piece]>,
 }
 
@@ -57,7 +57,7 @@ impl Piece {
 
 /// The rows of a prefix, and their share of the memory budget.
 pub(crate) struct FrozenRows<S: Store> {
-    /// `None` only during the drop.
+    /// `None` only while `self` is dropped.
     frozen: Option<S::Frozen>,
     bytes: u64,
     /// Releases the bytes in the memory budget on drop.
@@ -67,7 +67,7 @@ pub(crate) struct FrozenRows<S: Store> {
 }
 
 impl<S: Store> FrozenRows<S> {
-    /// `bytes` are reserved in `share`.
+    /// `share` must already have reserved the `bytes`.
     pub fn new(frozen: S::Frozen, (bytes, share): (u64, Share), parent: Option<Arc<Self>>) -> Self {
         Self { frozen: Some(frozen), bytes, _share: share, parent }
     }
@@ -109,8 +109,8 @@ pub trait ShareCache {
     /// that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or its contents are not just
-    ///   sequence 0, from position 0 on, without candidates and gaps.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, has another sequence than 0, or
+    ///   has candidates. Also if the sequence does not begin at position 0 or has gaps.
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) for a backend that cannot share memory.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory. The contents are
@@ -162,7 +162,7 @@ impl Prefix {
         self.rewindable_to
     }
 
-    /// Returns the bytes of its rows, without those of a prefix that it continues.
+    /// Returns the bytes of this prefix's rows, without the rows of a prefix that it continues.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -177,8 +177,8 @@ impl Prefix {
         &self.snapshot
     }
 
-    /// Returns the memory of its rows: first its own [`bytes`](Self::bytes), then the pieces of the prefixes that it
-    /// continues.
+    /// Returns the memory of the rows: first this prefix's own [`bytes`](Self::bytes), then the pieces of the
+    /// prefixes that it continues.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
@@ -194,7 +194,7 @@ impl Prefix {
             Ok(rows) => Ok(rows),
             Err(_) => fail!(
                 InvalidArgument,
-                "the prefix is in storage of the backend {}, this cache in storage of {}",
+                "the prefix is in storage of the backend {}, but this cache in storage of {}",
                 self.backend,
                 S::NAME
             ),
@@ -222,7 +222,7 @@ impl Prefix {
         if found.storage != formats {
             fail!(
                 InvalidArgument,
-                "the prefix is of a cache that stores {}, this one stores {formats}",
+                "expected a prefix of a cache that stores {formats}, got one that stores {}",
                 found.storage
             );
         }

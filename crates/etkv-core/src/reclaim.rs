@@ -13,14 +13,14 @@ use crate::watch::TARGET;
 ///
 /// # Threads and locks
 ///
-/// The budget calls it during the call that needs memory, such as the beginning of a step. This may be on any thread,
-/// on several threads at once, and while the lock of the requesting cache is held. So a reclaimer must not wait for a
-/// lock that a thread may hold while it requests memory: it tries to lock, and frees nothing if it cannot. It also
-/// must not wait for work on another thread.
+/// The budget calls a reclaimer during the call that needs memory, such as the beginning of a step. This call may
+/// come from any thread, from several threads at once, and while a thread holds the lock of the cache that requests
+/// memory. So a reclaimer must not wait for a lock that a thread may hold while it requests memory: it tries to lock,
+/// and frees nothing if it cannot. It also must not wait for work on another thread.
 ///
 /// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock) refuses a
-/// cache that is in use, such as the requesting one, with [`Step`](crate::Status::Step). A reservation by a reclaimer
-/// is refused if it does not fit; no reclaimer is called for it.
+/// cache that is in use, such as the one that requests memory, with [`Step`](crate::Status::Step). A reservation by a
+/// reclaimer is refused if it does not fit; no reclaimer is called for it.
 ///
 /// A panic is logged, and counts as 0 freed bytes.
 pub trait Reclaim: Send + Sync {
@@ -62,8 +62,8 @@ impl Reclaimers {
         all.insert(at, (class, reclaimer));
     }
 
-    /// Calls the reclaimers in order, without a lock, as long as `fits` returns the number of lacking bytes. Stops
-    /// when it returns `None`.
+    /// Calls the reclaimers in order, without a lock, as long as `fits` returns a number of lacking bytes. Stops when
+    /// `fits` returns `None`.
     pub fn ask(&self, fits: &mut dyn FnMut() -> Option<u64>) {
         let all: Vec<_> = {
             let all = self.0.lock();
@@ -80,7 +80,7 @@ impl Reclaimers {
 
 fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
     let _inside = ReclaimScope::enter();
-    // This may be the last owner, so the reclaimer must be dropped inside the scope too.
+    // This may be the last owner of the reclaimer, which must then be dropped inside the scope too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
         error!(target: TARGET, "a reclaimer of the memory budget failed because of a defect");

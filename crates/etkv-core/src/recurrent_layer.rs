@@ -23,9 +23,9 @@ pub enum RecurrentLayer {
     },
     /// A linear recurrence: each head keeps a state of `k_dim` times `v_dim` elements.
     Recurrence {
-        /// Heads of queries and keys. Each is used by `heads / k_heads` heads of values.
+        /// The number of heads of queries and keys. Each of them serves `heads / k_heads` heads of values.
         k_heads: i32,
-        /// Heads of values, and of the state.
+        /// The number of heads of values and of the state.
         heads: i32,
         /// The number of elements of a key.
         k_dim: i32,

@@ -16,8 +16,8 @@ pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>
 
 /// The builders of caches, by backend id and kind.
 ///
-/// A new kind registers itself; this code does not change. A builder may use the registry itself, because it is
-/// called and dropped while the registry is not locked.
+/// A new kind registers itself; this code does not change. A builder may use the registry itself, because the
+/// registry is not locked while a builder is called or dropped.
 pub struct BuilderRegistry {
     builders: DashMap<(String, String), Builder>,
 }
@@ -192,7 +192,7 @@ impl CacheRegistry {
         self.entries.remove(key).map(|(_, entry)| entry)
     }
 
-    /// Removes `key` if it belongs to this cache. After an earlier removal it may belong to another cache.
+    /// Removes `key` if it belongs to this cache. If the key was removed earlier, it may belong to another cache now.
     pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
         self.entries.remove_if(key, |_, entry| entry.cache.is(cache)).map(|(_, entry)| entry)
     }

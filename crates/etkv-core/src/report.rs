@@ -24,7 +24,7 @@ pub struct CacheReport {
     pub poisoned: Option<String>,
     /// The current formats of keys and values.
     pub formats: FormatsReport,
-    /// The sequences that have positions or trees, in order. In kinds with one sequence its number is 0.
+    /// The sequences that have positions or trees, in order. In a kind with one sequence, the sequence's number is 0.
     pub sequences: Vec<SequenceReport>,
     /// Bytes of all buffers.
     pub memory: MemoryReport,
@@ -58,9 +58,10 @@ pub struct SequenceReport {
     pub length: i32,
     /// The position of its next token.
     pub next: i32,
-    /// The least length, other than 0, from which it can be rewound to all lengths.
+    /// The least length, other than 0, to which the sequence can be rewound without a checkpoint. It can also be
+    /// rewound to every greater length.
     pub rewindable_to: i32,
-    /// Lower lengths, other than 0, to which it can also be rewound; absent if there are none.
+    /// Lower lengths, other than 0, to which the sequence can also be rewound; absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<i32>,
     /// The number of nodes of the tree after it.
@@ -152,7 +153,7 @@ pub struct ConfigReport {
     #[serde(serialize_with = "as_name")]
     pub float_format: KvFormat,
     pub layers: Vec<LayerConfigReport>,
-    /// Absent if there are no recurrent layers, as are the next two fields.
+    /// This field and the next two are absent if there are no recurrent layers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub recurrent_layers: Vec<RecurrentLayer>,
     #[serde(skip_serializing_if = "Option::is_none")]

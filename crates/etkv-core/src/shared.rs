@@ -105,12 +105,12 @@ impl SharedCache {
     }
 
     /// Locks the cache for a query or a change. Waits for other threads. If this thread holds the lock of the cache's
-    /// backend, that lock is released meanwhile, so the order of the two locks does not matter.
+    /// backend, it releases that lock while it waits, so the order of the two locks does not matter.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) if the cache is poisoned. [`Step`](crate::Status::Step) if this thread
-    /// already holds the lock and would wait forever, or if this thread runs a [`Reclaim`](crate::Reclaim) and
-    /// another one uses the cache.
+    /// already holds the lock and would wait forever, or if it runs a [`Reclaim`](crate::Reclaim) while another
+    /// thread uses the cache.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
         self.cache.lock()
     }
@@ -210,12 +210,12 @@ impl<C: ?Sized> Shared<C> {
         Ok(SharedGuard { holder: &self.0.holder, unwinding, cache })
     }
 
-    /// Returns the cache once other threads have released it, or `None` if it is poisoned.
+    /// Waits until no other thread uses the cache, and returns it, or `None` if it is poisoned.
     fn wait(&self) -> Result<Option<MutexGuard<'_, C>>> {
         Ok(match self.0.cache.try_lock() {
             Ok(cache) => Some(cache),
             Err(TryLockError::Poisoned(_)) => None,
-            // This thread holds the cache that requests memory, and the other thread may wait for that cache.
+            // This thread holds the cache that requests memory, and the other thread may be waiting for that cache.
             Err(TryLockError::WouldBlock) if inside() => fail!(
                 Step,
                 "the cache is in use, and a reclaimer of the memory budget must not wait for it; free \

@@ -10,7 +10,8 @@ use crate::format::KvFormat;
 use crate::format::PlaneFormat;
 use crate::recurrent_layer::RecurrentLayer;
 
-/// The integers of a cache: its positions and their slots, and the parts of the config that they depend on.
+/// The integers of a cache: its positions and their slots, and the parts of the config on which positions and slots
+/// depend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
@@ -167,7 +168,7 @@ pub struct TreeState {
     /// The cells of the written nodes in recurrent layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rows: Vec<i32>,
-    /// Nodes, each with the slot of the anchor after it.
+    /// The nodes that have an anchor after them, each with the anchor's slot.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub anchors: Vec<(usize, i32)>,
 }
@@ -245,7 +246,7 @@ pub trait SaveCache {
     ///
     /// # Errors
     /// Errors of [`planes`](Self::planes) and of `give`, [`Step`](Status::Step) while a step is open, and
-    /// [`Backend`](Status::Backend) if there is too little memory. The contents are then unchanged.
+    /// [`Backend`](Status::Backend) if there is too little memory. After an error the contents are unchanged.
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()>;
 }
 
@@ -406,7 +407,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses windows with another number of slots, whose contents would not fit.
+    /// Refuses a file whose windows have another number of slots: their contents would not fit.
     fn check_window(&self, config: &CacheConfig, policy: LayerPolicy) -> Result<()> {
         if self.capacity < 1 || self.max_step_tokens < 1 {
             let Self { capacity, max_step_tokens, .. } = self;
@@ -445,7 +446,7 @@ impl Snapshot {
     }
 
     /// Returns the formats of the cache after loading, and whether rows then still wait for their conversion at
-    /// `quantized_kv_start`. `counted` positions count for it.
+    /// `quantized_kv_start`. `counted` is the number of positions that count for `quantized_kv_start`.
     pub(crate) fn target(
         &self,
         config: &CacheConfig,
@@ -467,8 +468,8 @@ impl Snapshot {
         Ok((target, awaits))
     }
 
-    /// Refuses one sequence's rows in formats that a cache of this config cannot have while it stores rows in
-    /// `formats`: all sequences of a cache have the same formats.
+    /// Refuses the rows of one sequence if their formats are neither `formats`, in which the cache stores all
+    /// sequences, nor can be converted to them.
     pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
         self.check_formats()?;
         // Rows that were saved before `quantized_kv_start` are converted, as the saved cache would have done later.
@@ -482,7 +483,7 @@ impl Snapshot {
         self.check_conversion(formats)
     }
 
-    /// Refuses formats that the rows of the layers do not fit.
+    /// Refuses formats that do not fit the rows of the layers.
     fn check_formats(&self) -> Result<()> {
         for layer in &self.layers {
             let as_file = |error: Error| Error::new(Status::File, error.at("the file"));

@@ -31,8 +31,8 @@ pub struct AttendSpec<V, M> {
 /// How the products of queries and keys become the weights of values.
 ///
 /// The logits of a query are its products with the keys that it sees, times [`scale`](Self::scale), bounded by
-/// [`softcap`](Self::softcap). The weights are their softmax, in which the head's sink is one more logit. A scale
-/// alone can be converted: `Scoring::from(0.125)`.
+/// [`softcap`](Self::softcap). The weights are their softmax, in which the head's sink is one more logit. A scale can
+/// be converted to a scoring without the other two: `Scoring::from(0.125)`.
 #[derive(Debug)]
 pub struct Scoring<'a, T: ?Sized> {
     /// The factor that multiplies the products.
@@ -97,13 +97,13 @@ pub struct Placement {
 /// The stored rows and anchors that a recurrent layer reads in a step, and the step's plan.
 #[derive(Debug, Clone)]
 pub struct RecurrentSpec<V> {
-    /// The rows in slots from 0 on, as float32. A convolution has one buffer: input columns `[1, 1, L, channels]`. A
-    /// recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim + D]`, where
-    /// `D` is `k_dim` if there is a decay for each channel, else 1. A decay is the sum of the log decays from the
-    /// last anchor before the row up to the row.
+    /// The rows in the slots, starting at slot 0, as float32. A convolution has one buffer: input columns `[1, 1, L,
+    /// channels]`. A recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim
+    /// + D]`, where `D` is `k_dim` if there is a decay for each channel, else 1. A decay is the sum of the log decays
+    /// from the last anchor before the row up to the row.
     pub rows: [Option<V>; 2],
-    /// The states in slots from 0 on, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` as the fastest axis;
-    /// `None` for a convolution, and if there are no states yet.
+    /// The states in the slots, starting at slot 0, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` as the
+    /// fastest axis; `None` for a convolution, and if there are no states yet.
     pub anchors: Option<V>,
     /// The plan.
     pub plan: Arc<RecurrentPlan>,

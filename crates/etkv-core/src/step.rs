@@ -91,8 +91,8 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.schedule(outputs)
     }
 
-    /// Evaluates `outputs` together with the writes of the step, unless this has been done or started, and makes the
-    /// step's positions visible.
+    /// Evaluates `outputs` together with the writes of the step, unless the evaluation has been started already. Then
+    /// makes the step's positions visible.
     ///
     /// # Errors
     /// - [`Backend`](crate::Status::Backend) if the evaluation fails, [`Step`](crate::Status::Step) if a layer was
@@ -108,8 +108,8 @@ impl<'a, S: Store> Step<'a, S> {
     }
 
     /// Makes the step's positions visible before its values are read, if the cache supports it; see
-    /// [`AttendCache::commit_unread`]. Starts the computation of `outputs` and the writes of the step, unless this
-    /// has been done or started.
+    /// [`AttendCache::commit_unread`]. Starts the computation of `outputs` and of the step's writes, unless it has
+    /// been started already.
     ///
     /// # Errors
     /// Errors of [`commit`](Self::commit), except that values that are not finite become an error of
@@ -124,7 +124,7 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(())
     }
 
-    /// Leaves the step open and releases the cache; see [`AttendCache::set_aside`]. Returns its number.
+    /// Leaves the step open and releases the cache; see [`AttendCache::set_aside`]. Returns the step's number.
     ///
     /// # Errors
     /// Returns the step itself if the cache cannot set steps aside.
@@ -140,7 +140,7 @@ impl<'a, S: Store> Step<'a, S> {
 
     /// Rolls the step back because another implementation computes it instead. This is normal, so it logs no warning.
     pub fn decline(self) {
-        // Dropping rolls it back.
+        // Dropping the step rolls it back.
         self.cache.set_aside();
     }
 

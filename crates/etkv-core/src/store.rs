@@ -53,7 +53,7 @@ pub trait Store: Sized + Send + 'static {
     /// Bitwise copies of rows.
     type Saved: Send;
 
-    /// Rows that several stores may read and none writes. A clone refers to the same rows.
+    /// Rows that several stores may read, and that no store writes. A clone refers to the same rows.
     type Frozen: Send + Sync;
 
     /// Returns a store without slots for these layers. A layer's rows are stored in
@@ -71,7 +71,7 @@ pub trait Store: Sized + Send + 'static {
     fn extents(&self, layer: usize) -> [Extent; 2];
 
     /// Grows a layer to `slots` slots and keeps its rows; never shrinks. New slots are zero. Does nothing if the
-    /// layer already has as many.
+    /// layer already has that many.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); keys and values each have their old or their new size.
@@ -101,7 +101,7 @@ pub trait Store: Sized + Send + 'static {
     ) -> Result<()>;
 
     /// Returns whether each row of `k` begins with the elements of the same row of `v`, NaN included. The shapes
-    /// differ only in their last axis. Waits for the computation of both.
+    /// differ only in their last axis. Waits for the computation of `k` and `v`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -143,14 +143,14 @@ pub trait Store: Sized + Send + 'static {
     fn end(&mut self);
 
     /// Ends the open step like [`end`](Self::end), but without a call of [`non_finite`](Self::non_finite):
-    /// [`unread_non_finite`](Self::unread_non_finite) returns the same later. The computation of all writes of the
+    /// [`unread_non_finite`](Self::unread_non_finite) returns its result later. The computation of all writes of the
     /// step must be finished or started.
     fn end_unread(&mut self) {
         self.end();
     }
 
-    /// Returns the result of [`non_finite`](Self::non_finite) for the step that ended [unread](Self::end_unread), and
-    /// drops its data. Waits for the computation. Another step may be open.
+    /// Returns the result of [`non_finite`](Self::non_finite) for the step that ended [unread](Self::end_unread).
+    /// Drops the data recorded for it. Waits for the computation. Another step may be open.
     fn unread_non_finite(&mut self) -> Option<usize> {
         None
     }
@@ -161,8 +161,8 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()>;
 
-    /// Moves rows of these layers, at the same slots in each. Reads all rows of a layer before it writes any row of
-    /// it. Grows layers to `slots` if they have fewer. Needs memory for the moved rows of one layer at a time, or of
+    /// Moves rows of these layers, the same slots in each layer. Reads all rows of a layer before it writes any of
+    /// them. Grows layers to `slots` slots if they have fewer. Needs memory for the moved rows of one layer, or of
     /// all layers if the rows are few.
     ///
     /// # Errors
@@ -176,7 +176,7 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend); keys and values are each complete, in their old or their new format.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
-    /// Removes all rows, and stores later ones as a store from [`new`](Self::new) does, with at least `slots[layer]`
+    /// Removes all rows. The store is then like a new one from [`new`](Self::new), with at least `slots[layer]`
     /// slots. Buffers that already have their formats stay, with their contents.
     ///
     /// # Errors
@@ -206,15 +206,15 @@ pub trait Store: Sized + Send + 'static {
     }
 
     /// Freezes the rows in the first `slots[layer]` slots of each layer, which must be allocated. Called between
-    /// steps. Several stores may then read them in place, including this one. If this store later writes to these
-    /// slots, it changes only its own rows. Rows that are already [shared](Extent::shared) stay in place, unless
-    /// `anew` requests copies of them. No layer will grow above `most[layer]` slots.
+    /// steps. Several stores, including this one, may then read these rows in place. If this store later writes to
+    /// these slots, the frozen rows do not change. Rows that are already [shared](Extent::shared) stay in place,
+    /// unless `anew` requests copies of them. No layer will grow above `most[layer]` slots.
     ///
     /// # Errors
     /// [`Unsupported`](crate::Status::Unsupported) by default, and [`Backend`](crate::Status::Backend). The rows of
     /// these slots are unchanged. Other slots, which no step reads, may become zero or be freed.
     fn freeze(&mut self, _slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
-        fail!(Unsupported, "{} storage shares no memory with other caches", Self::NAME)
+        fail!(Unsupported, "{} storage cannot share memory with other caches", Self::NAME)
     }
 
     /// Makes a store without slots read frozen rows as its first slots. The rows must have the same layers and
@@ -223,7 +223,7 @@ pub trait Store: Sized + Send + 'static {
     /// # Errors
     /// Errors of [`freeze`](Self::freeze). The store may then have some of the rows.
     fn attach(&mut self, _frozen: &Self::Frozen, _most: &[i32]) -> Result<()> {
-        fail!(Unsupported, "{} storage shares no memory with other caches", Self::NAME)
+        fail!(Unsupported, "{} storage cannot share memory with other caches", Self::NAME)
     }
 
     /// Runs `work`, which drops tensors, while no other thread uses the backend.
@@ -232,7 +232,7 @@ pub trait Store: Sized + Send + 'static {
     }
 
     /// Runs `wait`, which blocks until another thread has released a cache. A backend with a process-wide lock
-    /// releases it meanwhile, because the other thread may need it.
+    /// releases that lock during `wait`, because the other thread may need it.
     fn give_way(wait: &mut dyn FnMut()) {
         wait();
     }
@@ -259,6 +259,7 @@ impl Extent {
 /// The attention of a step on a store.
 pub type Spec<S> = AttendSpec<<S as Store>::View, <S as Store>::Mask>;
 
-/// Computes a recurrent layer of a step: reads the stored rows and anchors, and returns those that the step adds.
+/// Computes a recurrent layer of a step: reads the stored rows and anchors, and returns the rows and anchors that the
+/// step adds.
 pub type RecurrentWork<'a, S> = dyn FnMut(&RecurrentSpec<<S as Store>::View>) -> Result<RecurrentRows<<S as Store>::Tensor>>
     + 'a;

@@ -10,8 +10,8 @@ pub struct StoreLayer {
     pub heads: [i32; 2],
     /// The elements of one head's row in each buffer; 0 in the second if there is none.
     pub dims: [i32; 2],
-    /// The number of elements at the start of a row in the first buffer that are read as the row's values; 0 if there
-    /// are none. Only a layer without a second buffer has them.
+    /// The number of elements at the start of a row in the first buffer that are read as the row's values. It is 0 in
+    /// a layer with a second buffer.
     pub second_in_first: i32,
     /// The format of both buffers, if it is independent of the cache's formats.
     pub format: Option<KvFormat>,
@@ -82,7 +82,8 @@ pub(crate) struct StoreLayers {
     pub groups: Vec<usize>,
     /// The kind of each group, which determines its slots. The first has full history, even if no layer does.
     pub kinds: Vec<SlotsOf>,
-    /// The index of each recurrent layer's rows in `layers`. Its anchors, if it has any, are the next entry.
+    /// The index of each recurrent layer's rows in `layers`. The layer's anchors, if it has any, are the next entry
+    /// of `layers`.
     pub recurrent: Vec<usize>,
 }
 

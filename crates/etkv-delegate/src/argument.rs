@@ -94,7 +94,7 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
 /// The host that runs a program, which owns the outputs.
 pub trait Host {
     /// Sets the shape of the output at `index`, and returns its memory: `n_bytes` bytes, aligned for its elements.
-    /// The run writes them in row-major order, and may fail after it has written some.
+    /// The run writes the elements in row-major order. It may fail after it has written some of them.
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) if the output cannot have this shape. The step is then rolled back.

@@ -14,8 +14,8 @@ use rand_chacha::ChaCha8Rng;
 pub struct Sampling {
     /// Numbers that are added to the logits of these token ids. Minus infinity forbids a token.
     pub logit_bias: Vec<(i64, f32)>,
-    /// For tokens in the text, positive logits are divided by this number, and negative ones multiplied. 1 changes
-    /// nothing.
+    /// For tokens in the text, positive logits are divided by this number, and negative logits are multiplied by it.
+    /// 1 changes nothing.
     pub repetition_penalty: f32,
     /// The number of last tokens of the text that count as repeated.
     pub repetition_context: usize,
@@ -23,7 +23,7 @@ pub struct Sampling {
     pub temperature: f32,
     /// Only the tokens with the `top_k` largest logits are kept; 0 keeps all.
     pub top_k: usize,
-    /// Only the smallest set of the most probable tokens whose probability is at least this is kept.
+    /// Only the most probable tokens are kept: as few as reach this total probability.
     pub top_p: f32,
     /// Only tokens with at least this fraction of the largest probability are kept.
     pub min_p: f32,
@@ -92,7 +92,7 @@ impl Sampling {
         match self.logit_bias.iter().find(|(id, _)| *id >= vocabulary as i64) {
             Some((id, _)) => fail!(
                 InvalidArgument,
-                "logit_bias names token {id}, the vocabulary has {vocabulary}"
+                "logit_bias names token {id}, but the vocabulary has {vocabulary} tokens"
             ),
             None => Ok(()),
         }
@@ -167,7 +167,7 @@ impl Sampling {
         }
     }
 
-    /// Replaces logits by weights. The weight is 1 for the argmax and 0 for a token that is not kept.
+    /// Replaces logits by weights: 1 for the argmax, and 0 for a token that is not kept.
     fn weigh(&self, logits: &mut [f32], best: usize) {
         let most = logits[best];
         let mut sorted: Vec<f32> = Vec::new();
@@ -188,7 +188,7 @@ impl Sampling {
             sorted.extend(logits.iter().copied().filter(|&weight| weight > 0.0));
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
             let enough = self.top_p * sorted.iter().sum::<f32>();
-            // The token with which the sum reaches `top_p` is kept.
+            // The token whose weight brings the sum to `top_p` is kept too.
             let mut before = 0.0;
             let mut last = 1.0;
             for &weight in &sorted {

@@ -169,7 +169,7 @@ impl Header {
         let words = all.metadata().as_ref();
         let word = |name: &str| words.and_then(|words| words.get(name)).map(String::as_str);
         if word("kind") != Some(KIND) {
-            fail!(File, "the file is not of a cache: its metadata lacks the kind `{KIND}`");
+            fail!(File, "this safetensors file does not contain a cache: its metadata lacks the kind `{KIND}`");
         }
         let version = word("version").unwrap_or("none");
         if version != VERSION.to_string() {

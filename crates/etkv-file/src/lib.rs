@@ -71,7 +71,7 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
-///   config. In a cache whose sequences share cells, also for values that are not finite.
+///   config. In a cache whose sequences share cells, also if the file has values that are not finite.
 /// - [`Capacity`](etkv_core::Status::Capacity) for more token ids than a file of this cache may have.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of cache or a backend that cannot be loaded.
@@ -106,8 +106,8 @@ pub fn save_sequence(
 }
 
 /// Adds the only sequence of a file to a cache with several sequences, under an unused number. Returns the token ids
-/// of the file. Everything is checked before the cache changes, and other sequences do not change. The rows of the
-/// sequence are in memory twice until they are complete.
+/// of the file. Everything is checked before the cache changes, and other sequences do not change. Until the rows of
+/// the sequence are complete, they are in memory twice.
 ///
 /// A file fits if [`save_sequence`] or [`save`] wrote it from a cache of any kind with the same layers and windows,
 /// and it has one sequence without candidates. Rows get the cache's current formats: float formats are converted into
@@ -118,7 +118,7 @@ pub fn save_sequence(
 ///   already has positions or candidates.
 /// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit next to the others.
 /// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
-///   config. Also for values that are not finite, which other sequences would read.
+///   config. Also if the file has values that are not finite, because other sequences would read them.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind with one sequence, and for a kind or a backend that
 ///   cannot be loaded.
@@ -142,8 +142,8 @@ pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
     checksum::of(bytes)
 }
 
-/// Returns the name of the model that wrote the rows of a cache. It consists of the fingerprint and of the limits
-/// that the capacity of the cache exceeds, because the program writes other rows if a limit is exceeded.
+/// Returns the name of the model that wrote the rows of a cache. The name consists of the fingerprint and of the
+/// limits that the capacity of the cache exceeds: the program writes other rows if the capacity exceeds a limit.
 fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     match cache.passed_limits() {
         [] => Cow::Borrowed(fingerprint),
@@ -182,7 +182,7 @@ fn face(cache: &mut dyn Cache) -> Result<&mut dyn SaveCache> {
     let kind = cache.kind().to_owned();
     match cache.saving() {
         Some(face) => Ok(face),
-        None => fail!(Unsupported, "caches of kind `{kind}` are neither saved nor loaded"),
+        None => fail!(Unsupported, "caches of kind `{kind}` cannot be saved or loaded"),
     }
 }
 
@@ -192,7 +192,7 @@ fn sequence_face(cache: &mut dyn Cache, sequence: i32) -> Result<Box<dyn SaveCac
         Some(face) => Ok(face),
         None => fail!(
             Unsupported,
-            "single sequences of caches of kind `{kind}` are neither saved nor loaded, those of kinds `seq` and `tree` are"
+            "single sequences can be saved and loaded in caches of kinds `seq` and `tree`, not of kind `{kind}`"
         ),
     }
 }

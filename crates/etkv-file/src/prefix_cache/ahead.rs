@@ -22,7 +22,8 @@ const MAX_WAITING: usize = 16;
 /// The maximum number of texts whose results are remembered.
 const MAX_ANSWERS: usize = 64;
 
-/// How long the store is not queried again for a text that was read ahead. Other processes may store more of it.
+/// The time after which the store is queried again for a text that was read ahead: other processes may have stored
+/// more of the text.
 const ANSWERED_FOR: Duration = Duration::from_secs(60);
 
 /// A text that waits to be read.
@@ -47,7 +48,7 @@ struct Answer {
 struct ReadCount {
     /// The number of tokens that were read.
     n: usize,
-    /// The number of first tokens of the text that memory or the store had.
+    /// The number of the text's first tokens that memory or the store had.
     n_there: usize,
 }
 
@@ -62,8 +63,8 @@ pub struct ReadQueue {
 }
 
 impl ReadQueue {
-    /// Returns whether memory, which has the first `in_memory` tokens of a text, has as much of it as the store
-    /// recently had.
+    /// Returns whether the store recently had no more of a text than its first `in_memory` tokens, which are in
+    /// memory.
     pub fn has(&self, group: &str, tokens: &[i64], in_memory: usize) -> bool {
         self.answered.iter().any(|answer| {
             answer.when.elapsed() < ANSWERED_FOR
@@ -102,8 +103,8 @@ impl ReadQueue {
     }
 }
 
-/// A thread that reads texts ahead. It starts with the first text. Dropping this ends the thread once the current
-/// text has been read.
+/// A thread that reads texts ahead. It starts with the first text. When this is dropped, the thread ends as soon as
+/// the current text has been read.
 #[derive(Debug)]
 pub struct ReadAhead {
     inner: Arc<Inner>,
@@ -152,7 +153,7 @@ impl ReadAhead {
         let refused = match thread.jobs.try_send(job) {
             Ok(()) => return Ok(true),
             Err(TrySendError::Full(job)) => {
-                debug!(target: TARGET, most = MAX_WAITING, "a text is not read ahead: too many others wait");
+                debug!(target: TARGET, most = MAX_WAITING, "cannot read a text ahead: too many others wait");
                 job
             }
             Err(TrySendError::Disconnected(job)) => {
@@ -199,7 +200,7 @@ fn work(inner: &Inner, ends: &AtomicBool, waiting: &Receiver<Job>) {
         }
         let read = inner.read_ahead(&mut *cache, &group, &fingerprint, &tokens);
         if let Err(error) = &read {
-            warn!(target: TARGET, %error, tokens = tokens.len(), "a text is not read ahead");
+            warn!(target: TARGET, %error, tokens = tokens.len(), "cannot read a text ahead");
         }
         // The rows now belong to the prefix.
         drop(cache);

@@ -24,15 +24,15 @@ struct CachedPrefix {
     prefix: Prefix,
     group: Group,
     tokens: Arc<[i64]>,
-    /// The value of the counter of uses at its last use.
+    /// The value of the counter of uses when the text was last used.
     used: u64,
     pins: usize,
 }
 
 /// The prefixes of a prefix cache.
 ///
-/// Calls that remove prefixes return them. The caller must drop them without a lock, because dropping one may wait
-/// for a backend.
+/// Calls that remove prefixes return them. The caller must drop these prefixes without a lock, because a drop may
+/// wait for a backend.
 #[derive(Debug, Default)]
 pub struct KeptPrefixes {
     groups: HashMap<Group, Texts<u64>>,
@@ -80,7 +80,7 @@ impl KeptPrefixes {
         }
     }
 
-    /// Counts tokens of a lookup: those of the text, and those found in memory and in the store.
+    /// Counts the tokens of a lookup: all tokens of the text, those found in memory, and those found in the store.
     pub fn count(&mut self, asked: usize, found: [usize; 2]) {
         self.asked = self.asked.saturating_add(asked as u64);
         for (all, n) in self.found.iter_mut().zip(found) {
@@ -101,8 +101,8 @@ impl KeptPrefixes {
         found.inspect(|&number| self.touch(number)).is_some()
     }
 
-    /// Adds a prefix. Removes the prefixes that it replaces, and the least recently used ones until all fit. Returns
-    /// whether memory then has the text, and the removed prefixes.
+    /// Adds a prefix. Removes the prefixes that the new one replaces, and then the least recently used ones until the
+    /// others fit. Returns whether memory then has the text, and the removed prefixes.
     pub fn insert(
         &mut self,
         text: CachedText,
@@ -153,8 +153,8 @@ impl KeptPrefixes {
         let mut gone = Vec::new();
         while self.bytes > max_bytes {
             let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
-            // Removing a prefix whose rows are all part of others frees nothing, so such prefixes go after the longer
-            // ones.
+            // Removing a prefix frees nothing if all its rows are also part of others, so longer prefixes are removed
+            // first.
             let last = |(&number, held): &(&u64, &CachedPrefix)| {
                 (Some(number) == newest, self.alone(&held.prefix) == 0, held.used)
             };
@@ -172,7 +172,7 @@ impl KeptPrefixes {
     }
 
     /// Removes prefixes that are neither in use nor pinned, the least recently used first, until at least `bytes`
-    /// bytes are freed. Removes at least one, if there is one.
+    /// bytes are freed. Removes at least one of them, if there is any.
     pub fn take_idle(&mut self, bytes: u64) -> Vec<Prefix> {
         let of = |(&number, held): (&u64, &CachedPrefix)| {
             (held.pins == 0 && held.prefix.is_idle()).then_some((held.used, number))

@@ -24,8 +24,8 @@ use crate::{capacity_of, model_of, Labels, PrefixStore};
 /// differ near their end, in caches of the same capacity and `max_step_tokens`. Each kind accepts the prefixes of all
 /// others; see [`ShareCache::attach`](etkv_core::ShareCache::attach).
 ///
-/// It can be used from several threads. A clone is a handle of the same prefix cache; the prefixes are dropped with
-/// the last handle. A cache that is attached keeps its rows.
+/// Several threads can use a prefix cache. A clone is a handle of the same prefix cache. The prefixes are dropped
+/// with the last handle, but a cache that is attached to one keeps its rows.
 #[derive(Debug, Clone)]
 pub struct PrefixCache {
     inner: Arc<Inner>,
@@ -63,7 +63,7 @@ pub struct PrefixCacheReport {
     pub ahead_waiting: usize,
     /// The number of texts that were read ahead into memory, at least in part.
     pub ahead_read: u64,
-    /// The number of their tokens that were read.
+    /// The number of tokens of these texts that were read.
     pub tokens_ahead: u64,
     /// The number of texts that could not be read ahead. The log has the reasons.
     pub ahead_failed: u64,
@@ -111,9 +111,9 @@ impl PrefixCache {
         Self { inner, ahead }
     }
 
-    /// Attaches an empty cache to the longest prefix of a text that is kept. Returns the number of the text's tokens
-    /// that the cache then has. The host runs the rest. The model computes logits only for tokens that run, so the
-    /// host should pass the text without its last token.
+    /// Attaches an empty cache to the longest prefix of a text that is in memory. Returns the number of the text's
+    /// tokens that the cache then has. The host runs the rest. The model computes logits only for tokens that run, so
+    /// the host should pass the text without its last token.
     ///
     /// If the store has a longer prefix, it is loaded into the cache, and kept in memory from then on. If the store
     /// fails, it is skipped, with a warning in the log.
@@ -155,7 +155,7 @@ impl PrefixCache {
         if n > 0 {
             // The loaded text is kept in memory from now on. If this fails, the cache still has the text.
             if let Err(error) = self.inner.keep(cache, &group, &tokens[..n]) {
-                debug!(target: TARGET, %error, "a loaded text is not shared");
+                debug!(target: TARGET, %error, "cannot share a loaded text");
             }
         } else {
             n = self.attach_to(cache, found)?;
@@ -169,15 +169,15 @@ impl PrefixCache {
     }
 
     /// Keeps the contents of a cache, whose text is `tokens`. The cache itself continues from them. Returns whether
-    /// memory then has the text. It does not if the text needs more than the allowed bytes, or the cache was
-    /// converted explicitly. Removes texts that are prefixes of this one, if it can replace them in every use.
+    /// memory then has the text. It lacks the text if the text needs more than the allowed bytes, or if the cache was
+    /// converted explicitly. Removes texts that are prefixes of this one, if this one can replace them in every use.
     ///
     /// The text is also written to the store, if there is one: **the file contains the users' text**. If the store
     /// fails, it is skipped, with a warning in the log.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint or no tokens. Also if the cache does
-    ///   not have exactly the positions of all tokens, in sequence 0 only and without candidates.
+    ///   not consist of exactly one position for each token, in sequence 0, without candidates.
     /// - Errors of [`ShareCache::freeze`](etkv_core::ShareCache::freeze).
     ///
     /// After an error the cache is unchanged.
@@ -296,7 +296,7 @@ impl PrefixCache {
         report
     }
 
-    /// Returns the store from which it reads, if there is one.
+    /// Returns the store from which the prefix cache reads, if there is one.
     pub fn store(&self) -> Option<&Arc<PrefixStore>> {
         self.inner.store.as_ref()
     }
@@ -329,7 +329,7 @@ impl Inner {
         found.first().map_or(0, |(n, ..)| *n)
     }
 
-    /// Returns the length of the prefix in the store. The store is queried only if it may have a longer one than
+    /// Returns the length of the prefix in the store. Queries the store only if it may have a longer prefix than
     /// memory.
     fn in_store(
         &self,
@@ -366,7 +366,7 @@ impl Inner {
         if cache.formats() != cache.config().formats_at(length) {
             return Ok(false);
         }
-        // A text shorter than `quantized_kv_start` has other formats, so a prefix of this one cannot replace it.
+        // A text shorter than `quantized_kv_start` has other formats, so this longer prefix cannot replace it.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let mut reach = cache.reach()?;
         reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
@@ -416,7 +416,7 @@ fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
     check_fingerprint(fingerprint)?;
     let backend = match cache.sharing() {
         Some(face) => face.backend(),
-        None => fail!(Unsupported, "caches of kind `{}` share no memory", cache.kind()),
+        None => fail!(Unsupported, "caches of kind `{}` cannot share memory", cache.kind()),
     };
     group_with(&model_of(cache, fingerprint), backend, cache)
 }

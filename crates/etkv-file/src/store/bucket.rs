@@ -29,14 +29,14 @@ use crate::checksum;
 use crate::header::refused;
 use crate::io::{ReadSeek, WriteFile};
 
-/// The suffix of empty objects that record uses: the time of an object's last use cannot be set, so a second object
-/// is written again when the file is used.
+/// The suffix of empty objects that record uses. The time of an object's last change cannot be set, so each use of a
+/// file writes a second, empty object again.
 const USED: &str = ".used";
 
 /// The minimum time between two records of a use, because each record is a request.
 const NOTED_EVERY: Duration = Duration::from_secs(60);
 
-/// How long a bucket that failed is not accessed: each request would make the host wait.
+/// The time during which a bucket that failed is not accessed, because each request would make the host wait.
 const PASSED_BY: Duration = Duration::from_secs(30);
 
 /// The number of objects that are opened at once.
@@ -152,7 +152,7 @@ impl Bucket {
     fn delete(&self, name: &str) {
         let BucketClient { store, .. } = &*self.shared;
         if let Err(error) = self.shared.wait(store.delete(&self.shared.at(name))) {
-            debug!(target: TARGET, %error, file = name, "a stored object is not removed");
+            debug!(target: TARGET, %error, file = name, "cannot remove a stored object");
         }
     }
 
@@ -260,7 +260,7 @@ impl StorePlace for Bucket {
         let BucketClient { store, .. } = &*self.shared;
         let at = self.shared.at(&format!("{}{USED}", file.name));
         if let Err(error) = self.shared.wait(store.put(&at, PutPayload::new())) {
-            debug!(target: TARGET, %error, file = file.name, "the use of a stored text is not noted");
+            debug!(target: TARGET, %error, file = file.name, "cannot record the use of a stored text");
         }
     }
 
@@ -317,7 +317,7 @@ mod tests {
         assert_eq!(bucket.files().unwrap().iter().map(|file| file.bytes).sum::<u64>(), 6);
         bucket.remove(&one);
         assert!(bucket.all().unwrap().1.is_empty());
-        // Opening a bucket removes a record that another process left without its file.
+        // If another process left a record without its file, the next opening of the bucket removes the record.
         touch(&bucket, &two);
         bucket.delete(&two);
         assert_eq!(bucket.all().unwrap().1.len(), 1);
@@ -373,7 +373,7 @@ mod tests {
         }
     }
 
-    /// For example, a server that handles its own requests.
+    /// An example is a server that handles its own requests.
     #[test]
     fn a_thread_of_another_runtime_may_call() {
         let other = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();

@@ -97,13 +97,13 @@ impl StorePlace for Folder {
             .open(self.file(&file.name))
             .and_then(|file| file.set_modified(SystemTime::now()));
         if let Err(error) = touched {
-            debug!(target: TARGET, %error, file = file.name, "the use of a stored text is not noted");
+            debug!(target: TARGET, %error, file = file.name, "cannot record the use of a stored text");
         }
     }
 
     fn remove(&self, name: &str) {
         if let Err(error) = fs::remove_file(self.file(name)) {
-            debug!(target: TARGET, %error, file = name, "a stored text is not removed");
+            debug!(target: TARGET, %error, file = name, "cannot remove a stored text");
         }
     }
 }

@@ -71,7 +71,7 @@ pub struct Index {
     /// The names of files, by text.
     groups: HashMap<Group, Texts<String>>,
     files: HashMap<String, IndexedFile>,
-    /// Files whose texts are longer than the capacity with which they were read: the identity of each, and that
+    /// Files whose texts are too long for the capacity with which they were read: the identity of each file, and that
     /// capacity.
     longer: HashMap<String, (u64, usize)>,
 }
@@ -125,7 +125,7 @@ impl Index {
         Ok(())
     }
 
-    /// Records that a file cannot be used, until another file has its name.
+    /// Records that a file cannot be used. This holds until another file has the same name.
     pub fn give_up(&mut self, name: &str) {
         if let Some(identity) = self.files.get(name).map(|known| known.identity) {
             self.remove(name);
@@ -155,7 +155,7 @@ impl Index {
     }
 
     /// Returns at most `most` files whose caches have at most `capacity` positions and share at least `least` first
-    /// tokens with a text. Those that share most come first.
+    /// tokens with a text. Files that share more tokens come first.
     pub fn matches<'a>(
         &'a self,
         group: &str,

@@ -126,12 +126,12 @@ impl PrefixStore {
 
     /// Stores the contents of a cache, whose text is `labels.tokens`. Returns whether a file was written. No file is
     /// written if the text is shorter than [`MIN_TOKENS`], is already in the folder, or needs more bytes than the
-    /// folder may have, or if the cache was converted explicitly. Removes files whose texts are prefixes of this one,
-    /// if it can replace them in every use.
+    /// folder may have. No file is written either if the cache was converted explicitly. Removes files whose texts
+    /// are prefixes of this one, if the new file can replace them in every use.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not have
-    ///   exactly the positions of all tokens, in sequence 0 only and without candidates.
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not consist of
+    ///   exactly one position for each token, in sequence 0, without candidates.
     /// - Errors of [`save`](crate::save).
     pub fn save(&self, cache: &mut dyn Cache, labels: Labels) -> Result<bool> {
         let tokens = labels.tokens;
@@ -233,7 +233,7 @@ impl PrefixStore {
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
                     warn!(target: TARGET, %error, file = name, "a stored text is skipped");
-                    // An error of the system may not recur, so the file stays usable.
+                    // An error of the system may be temporary, so the file stays usable.
                     if error.source().is_none() {
                         self.index.lock().give_up(&name);
                     }

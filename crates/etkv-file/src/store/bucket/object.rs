@@ -11,8 +11,8 @@ use tokio::task::JoinHandle;
 
 use super::BucketClient;
 
-/// The number of bytes of the first request for an object. In most objects these contain the header and the token
-/// ids.
+/// The number of bytes of the first request for an object. In most objects, these bytes contain the header and the
+/// token ids.
 const FIRST: u64 = 256 << 10;
 
 /// The maximum number of bytes of a request.
@@ -33,7 +33,7 @@ impl Part {
         self.begins + self.bytes.len() as u64
     }
 
-    /// Returns the bytes from an offset on, if there are any.
+    /// Returns the bytes at and after an offset, if there are any.
     fn from(&self, position: u64) -> Option<&[u8]> {
         let at = usize::try_from(position.checked_sub(self.begins)?).ok()?;
         self.bytes.get(at..).filter(|rest| !rest.is_empty())
@@ -105,7 +105,7 @@ impl Object {
         fetch(Arc::clone(&self.shared.store), self.at.clone(), self.version.clone(), range)
     }
 
-    /// Fetches the bytes from the current position on.
+    /// Fetches bytes, starting at the current position.
     fn fill(&mut self) -> io::Result<()> {
         let position = self.position;
         let follows = position == self.head.ends() || position == self.part.ends();

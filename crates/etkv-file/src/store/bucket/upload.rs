@@ -79,7 +79,7 @@ impl<'a> Upload<'a> {
     pub fn abort(mut self) {
         if let Some(parts) = self.parts.take() {
             if let Err(error) = self.shared.wait(parts.abort()) {
-                debug!(target: TARGET, %error, file = %self.at, "an upload is not aborted");
+                debug!(target: TARGET, %error, file = %self.at, "cannot abort an upload");
             }
         }
     }
