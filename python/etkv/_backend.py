@@ -5,7 +5,7 @@ The runners follow the same rules in ``examples/tokenizer/src/backend.rs``. A te
 1. ``tokenizer.json`` determines the ids of a text. Its ``truncation`` and ``padding`` are ignored.
 2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (special tokens in a text are encoded as
    plain text) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
-3. The tokenizer puts no BOS token before a text that begins with one.
+3. A text that already begins with the BOS token gets no second one.
 
 The exporter writes a ``tokenizer.json`` that gives the same ids as the model's own tokenizer in transformers.
 """

@@ -82,7 +82,7 @@ logging.getLogger("torch.utils._pytree").addFilter(
 
 
 def deliver(messages: str) -> None:
-    """Pass the messages of ``etkv_log_take`` to the loggers. Their handlers may take locks and call etkv."""
+    """Pass the messages of ``etkv_log_take`` to the loggers. The loggers' handlers may take locks and call etkv."""
     for message in json.loads(messages):
         logger = logging.getLogger(message["target"].replace("::", "."))
         level = _LEVELS.get(message["level"], logging.DEBUG)

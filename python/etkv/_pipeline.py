@@ -83,7 +83,9 @@ def _bytes(text: Any) -> int:
 
 
 def _longest(charsmap: Any) -> float:
-    """Return the bytes of the longest replacement in a character map. The replacements are stored after its trie."""
+    """Return the bytes of the longest replacement in a character map. The replacements are stored after the map's
+    trie.
+    """
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):

@@ -46,7 +46,7 @@ _NODE = 256
 
 
 class _Budget:
-    """The units and steps that remain to a rendering."""
+    """The units and steps that a rendering may still use."""
 
     def __init__(self) -> None:
         self.units = _MAX_UNITS
@@ -399,7 +399,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
 
 
 def called(environment: Environment) -> Callable[..., Any]:
-    """Return the environment's ``call``, extended by charges to the budget."""
+    """Return the environment's ``call`` with charges to the budget."""
     inner = environment.call  # type: ignore[attr-defined]
 
     from jinja2.runtime import Macro

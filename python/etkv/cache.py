@@ -322,7 +322,9 @@ class SeqCache(Cache):
         return ask("etkv_seq_cache_len", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_next(self, sequence: int) -> int:
-        """Return the position of a sequence's next token. It exceeds the length after a removal at the front."""
+        """Return the position of a sequence's next token. It exceeds the length if positions at the front were
+        removed.
+        """
         return ask("etkv_seq_cache_next", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_rewindable_to(self, sequence: int) -> int:

@@ -68,14 +68,14 @@ class LayerConfig:
 
     @property
     def value_dim(self) -> int:
-        """Return the elements of one value."""
+        """Return the number of elements of one value."""
         return self.k_head_dim if self.v_head_dim is None else self.v_head_dim
 
 
 class LayerConfigs(tuple[LayerConfig, ...]):
     """The layers of a model, in the order of the program's layer ids. ``repr`` shows equal neighbours once.
 
-    ``backend`` is the backend of the program that they were read from, or None. ``recurrent_layers`` are the
+    ``backend`` is the backend of the program that the layers were read from, or None. ``recurrent_layers`` are the
     recurrent layers of the program.
     """
 
@@ -115,8 +115,9 @@ class CacheConfig:
     """The format of keys, by name. None for the dtype of the layers, or ``f16`` if that is unknown.
     :attr:`etkv.Cache.formats` has the format in use."""
     v_format: str | None = None
-    """The format of values, by name; None as for keys. If the values of all layers are in their keys, None or the
-    format of keys."""
+    """The format of values, by name; None as for keys. If the values of all layers are in their keys, it is None or
+    the format of keys.
+    """
     max_step_tokens: int = 0
     """Maximum tokens of one step if layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"
@@ -133,11 +134,13 @@ class CacheConfig:
     the program's recurrent layers are used. Recurrent layers always store float32. Stored as a tuple.
     """
     anchors: int = 0
-    """The number of states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They lie at multiples of 64
-    positions. Each state after the first lets the sequence rewind by 64 more positions."""
+    """The number of states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. These states lie at multiples
+    of 64 positions. Each state after the first lets the sequence rewind by 64 more positions.
+    """
     checkpoints: int | None = None
-    """Maximum number of checkpoints in the cache, see :meth:`etkv.Cache.mark`: 0 to 256; None for 32. Each keeps the
-    states of one position."""
+    """Maximum number of checkpoints in the cache, see :meth:`etkv.Cache.mark`: 0 to 256; None for 32. Each checkpoint
+    keeps the states of one position.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):

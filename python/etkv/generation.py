@@ -167,8 +167,8 @@ class Generation(Iterator[int]):
 
     @property
     def read_tokens(self) -> int:
-        """Number of tokens of the prompt in the cache: all of them after the answer has begun, and before that at most
-        all except the last.
+        """Number of tokens of the prompt in the cache: all tokens after the answer has begun, and before that all
+        except the last at most.
         """
         return 0 if self._start is None else max(0, min(self._next() - self._start, self.prompt_tokens))
 

@@ -44,7 +44,7 @@ def check_mark(head: bytes, path: Path) -> None:
 
 
 class PteFile:
-    """The tables of a program; reads segments on demand.
+    """Reads the tables of a program at once, and its segments on demand.
 
     Raises :class:`EtkvError` if ``path`` cannot be read, is not a program, or is damaged.
     """

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 METHOD = "forward"
 
 _process: int | None = None
-"""The id of the process that loaded the first program; a fork cannot run programs."""
+"""The id of the process that loaded the first program. A process that is forked from it cannot run programs."""
 
 
 def register_backend() -> str:

@@ -99,7 +99,7 @@ def test_zeros_and_what_is_not_finite():
         ("int3", 32, "got 'int3'"),
         ("int4", 0, "multiple of 32"),
         ("int8", 48, "multiple of 32"),
-        ("float32", 32, "no groups"),
+        ("float32", 32, "expected a group size of 0"),
     ],
 )
 def test_formats_that_the_kernels_lack(name, group_size, message):

@@ -75,7 +75,7 @@ def test_other_sparse_activations_are_refused():
 
 
 class _Router(torch.nn.Module):
-    """Chooses two groups for a token, and reads the mask through both of its names."""
+    """Chooses two groups for a token. Reads a mask that an in-place scatter has changed."""
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros_like(scores)

@@ -215,7 +215,7 @@ BAD = {
     "a gap": (
         {"position": torch.tensor([3, 4])},
         Status.POSITION,
-        "begins at position 3; expected 0 to 2, which is the next",
+        "begins at position 3; expected 0 to 2, the next position",
     ),
     "double queries": (
         {"q": torch.zeros(1, 4, 2, 8).double()},

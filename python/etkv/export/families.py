@@ -22,7 +22,9 @@ def read() -> dict[str, Any]:
 
 
 def runs(outcomes: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the families that can be exported: name -> parts of the model, and backends on which it was compared."""
+    """Return the families that can be exported: name -> parts of the model, and backends on which the family was
+    compared.
+    """
     found = {}
     for name, had in outcomes.items():
         backends = [backend for backend in BACKENDS if had.get(backend, {}).get("kind") == EQUAL]
@@ -33,7 +35,7 @@ def runs(outcomes: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], list
 
 
 def table() -> str:
-    """Return the families that can be exported as a table of text."""
+    """Return a table, as text, of the families that can be exported."""
     contents = read()
     rows = [("family", "tested on", "parts")]
     rows += [

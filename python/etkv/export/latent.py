@@ -4,7 +4,7 @@ The modules of transformers expand a latent of ``rank`` elements to the keys and
 in their method ``expand_kv``. In a program, that weight is applied to queries and results instead: queries attend to
 latents as if they were keys, and a result is a mean of latents. Both computations are equal except for rounding. So
 each token has one row of ``rank + rotary`` elements as its key, and the first ``rank`` elements are its value.
-:mod:`etkv.export.values_in_keys` finds this in the graph, and the cache stores only the key.
+:mod:`etkv.export.values_in_keys` finds such values in the graph, and the cache stores only the key.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
             strict=True,
         )
-    # A model that reads only the dtype of packed weights has unpacked them in the trace.
+    # If a model reads only the dtype of packed weights, the trace has unpacked them for nothing.
     traced.graph.eliminate_dead_code()
     traced.graph_module.recompile()
     return traced

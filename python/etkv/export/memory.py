@@ -21,7 +21,7 @@ def plan(alignment: int, specs: set[Any], graph_module: Any, graph_signature: An
     if shared or getattr(graph_module, "input_mem_buffer_sizes", None):
         return made
     sizes = [0] * len(made.bufsizes)
-    # For each arena its tensors: first and last instruction, first byte and end.
+    # For each arena, the first and last instruction of each tensor, its first byte and its end.
     placed: list[list[tuple[int, int, int, int]]] = [[] for _ in sizes]
     for spec in sorted(made.spec_dict, key=lambda spec: (-spec.allocated_memory, spec.lifetime)):
         result, (first, last) = made.spec_dict[spec], spec.lifetime

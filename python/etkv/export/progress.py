@@ -101,8 +101,8 @@ def native_noise(allowed: bool) -> Iterator[TextIO]:
     """Hide the output of libraries to the process's standard error unless ``allowed``. Yield a stream that still
     reaches standard error.
 
-    ExecuTorch reports there which files about the processor it reads. Like :func:`third_party_noise`, this is only for
-    commands.
+    For example, ExecuTorch writes there which files about the processor it reads. Like :func:`third_party_noise`,
+    this is only for commands.
     """
     shown = sys.stderr
     if allowed or shown is not sys.__stderr__:

@@ -23,7 +23,7 @@ _OF_THE_TRACER = (
 
 @contextlib.contextmanager
 def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Convert an error of the block to :class:`EtkvError`: ``family`` cannot be ``doing``, and the reason.
+    """Convert an error of the block to :class:`EtkvError`: ``family`` cannot be ``doing``, because of a reason.
 
     The message also has the name of the failing module of ``model``.
     """

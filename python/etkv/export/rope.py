@@ -21,7 +21,7 @@ _FIXED = "default"
 def settle(model: PreTrainedModel, max_context: int) -> None:
     """Make the rotary embeddings of ``model`` independent of the length of a text, for ``max_context`` positions.
 
-    Dynamic scaling begins beyond the model's own context, which no program exceeds, so its initial frequencies stay.
+    Dynamic scaling begins beyond the model's own context, which no program exceeds, so the initial frequencies stay.
     """
     for module in model.modules():
         if hasattr(module, "recomposition_frequencies") and _takes_the_first(module):
@@ -52,7 +52,7 @@ def _takes_the_first(module: Any) -> bool:
 def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
     """Replace the method of Qwen's rotary embeddings that composes ``frequencies`` ``[3, 1, T, n]``.
 
-    They are for time, height and width. In a text, all three have the same position, so the first is used.
+    The three sets are for time, height and width. In a text, all three have the same position, so the first is used.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Lets ExecuTorch read weights while it writes a program, instead of copying them beforehand.
 
-ExecuTorch can write data from files. But its exporter passes it the bytes of every tensor, with several copies of the
-weights. Within :func:`streaming` it gets :class:`TensorData` instead.
+ExecuTorch can write data from files. But its exporter passes the bytes of every tensor, and makes several copies of
+the weights. Within :func:`streaming`, :class:`TensorData` replaces these bytes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _PART = 1 << 22
 """Number of weights that are converted at once."""
 
 _BY_ROW = ("aten.linear.default", "etkv.linear.default", "etkv.packed_linear.default")
-"""Products of each row of the first argument with weights."""
+"""Operators that multiply each row of the first argument by weights."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -303,8 +303,8 @@ def _token_axis(node: Node, length: str) -> int | None:
 
 
 class _Pair:
-    """The results of two runs: one with all tokens, and one with a changed or poisoned token or only token
-    ``alone``.
+    """The results of two runs. The first has all tokens unchanged. In the second, a token is changed or poisoned, or
+    only token ``alone`` runs.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ _CHECKPOINTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""The checkpoints that transformers looks for, in order. It reads the first one that exists."""
+"""The checkpoints that transformers looks for, in order. transformers reads the first one that exists."""
 
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|random_states.*)\.bin")
 """Files that training leaves next to the weights."""

@@ -36,7 +36,7 @@ class Step:
     owners: list[Members]  # the sequences of each new token
     sequences: dict[int, TokenSequence]  # copies of the owners' sequences, with the new tokens
     history: list[Token]  # the earlier tokens that queries read
-    calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # by layer: k and v, and the result
+    calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # layer -> k, v and the result
     masks: dict[Window, Tensor] = field(default_factory=dict)
 
     def mask(self, window: Window) -> Tensor:
@@ -342,7 +342,7 @@ class ContiguousCache(ReferenceCache):
     def _plan(self, positions: list[int]) -> Step:
         start, n_tokens = positions[0], len(positions)
         if not 0 <= start <= self.length:
-            raise PositionError(f"a step begins at position {start}; expected 0 to {self.length}, which is the next")
+            raise PositionError(f"a step begins at position {start}; expected 0 to {self.length}, the next position")
         step = self._step_of(positions, [(0,)] * n_tokens, {0: self._sequences[0].part(range(start))})
         self._check_room(step)
         self._check_exact(start, self._sequences[0])

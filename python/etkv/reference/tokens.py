@@ -29,8 +29,8 @@ class Window:
     cannot continue at a position where a query would see dropped positions.
     """
 
-    size: int  # positions, including the query's own; 0 for all
-    sinks: int  # first positions of the sequence, which every query sees
+    size: int  # number of positions, the query's own included; 0 for all
+    sinks: int  # number of first positions of the sequence, which every query sees
     step: int  # the maximum tokens of one sequence in a step
     is_chunk: bool = False  # whether a query sees its chunk of ``size`` positions instead of a window
 
@@ -70,8 +70,8 @@ class Window:
 class Tree:
     """Candidates after a sequence, numbered in the order of their proposal. An empty tree is no tree."""
 
-    parents: tuple[int, ...] = ()  # of each node; a parent comes before its children
-    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all nodes, or all before the last frontier
+    parents: tuple[int, ...] = ()  # the parent of each node; a parent comes before its children
+    tokens: tuple[Token, ...] = ()  # the tokens of nodes that have run: all, or all before the last frontier
 
     @property
     def n_pending(self) -> int:
@@ -93,8 +93,8 @@ class TokenSequence:
     that is not empty.
     """
 
-    held: dict[Window, set[int]]  # for each window that drops positions: those that a native cache holds
-    tokens: dict[int, Token] = field(default_factory=dict)  # in the order of their positions
+    held: dict[Window, set[int]]  # for each window that drops positions, the positions that a native cache holds
+    tokens: dict[int, Token] = field(default_factory=dict)  # position -> token, in the order of positions
     tree: Tree = Tree()
 
     @property

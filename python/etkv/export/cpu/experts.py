@@ -89,8 +89,8 @@ def pack(
 ) -> None:
     """Pack the weights of experts of ``model`` that are not packed yet, and let the op compute the experts.
 
-    ``name`` is the quantization. Without one, weights are stored in bfloat16 if their values are exact there, else in
-    float32. ``empty`` allocates tensors.
+    ``name`` is the quantization. Without a quantization, weights are stored in bfloat16 if their values are exact
+    there, else in float32. ``empty`` allocates tensors.
 
     Raises :class:`ValueError` for experts that the op cannot compute.
     """

@@ -74,8 +74,8 @@ class Packer:
     """Packs weights in the format ``name``.
 
     ``group_size`` elements of a row share a scale; ``None`` is the largest group that divides a row, see
-    :func:`largest_group`. Integers of a file keep their groups, unless the group size ``is_fixed``. Then they are kept
-    if ``group_size`` divides their group size.
+    :func:`largest_group`. Integers of a file keep their groups, unless the group size ``is_fixed``. With a fixed
+    size, integers are kept if it divides their own group size.
     """
 
     def __init__(self, name: str, group_size: int | None, scratch: Scratch, is_fixed: bool = False) -> None:

@@ -185,7 +185,7 @@ def _kept_axis(node: torch.fx.Node) -> int | None:
 
 
 def _power(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace third powers by products and powers of a half by roots, because XNNPACK supports only squares."""
+    """Replace third powers by products, and powers of a half by roots, because XNNPACK supports only squares."""
     given: list[Any] = [*node.args]
     source, exponent = given
     if exponent not in (3, 0.5, -0.5):

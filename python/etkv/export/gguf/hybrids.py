@@ -90,7 +90,7 @@ def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
 def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
     decoder.usual_scale()
-    # Attention layers do not rotate. As in Granite's files, this key is false then.
+    # Attention layers do not rotate. The key is then false, as in Granite's files.
     keys.only("rope.scaling.finetuned", False, reason="but this architecture has no rotary embedding")
     keys.only("rope.dimension_count", decoder.head_dim, reason="but this architecture has no rotary embedding")
     keys.only("rope.freq_base", 10000.0, reason="but this architecture has no rotary embedding")

@@ -84,7 +84,7 @@ class _Latent:
         }
 
     def _value_length(self, heads: int, unrotated: int) -> int:
-        """Return the elements of a head's value, from the shape of the tensor that expands latents."""
+        """Return the number of elements of a head's value, from the shape of the tensor that expands latents."""
         apart, joined = (self._keys.file.tensors.get(f"blk.0.attn_{name}.weight") for name in ("v_b", "kv_b"))
         if apart is not None:
             self._keys.only("attention.value_length_mla", apart.shape[1], reason="but tensor attn_v_b has another size")

@@ -187,7 +187,7 @@ def _llama4(keys: Keys) -> tuple[str, Settings]:
     settings = decoder.llama_like()
     settings["intermediate_size_mlp"] = settings.pop("intermediate_size")
     settings["intermediate_size"] = keys.positive("expert_feed_forward_length")
-    # The router is a sigmoid of the chosen experts' logits, before the experts.
+    # A sigmoid of the chosen experts' logits scales the inputs of these experts.
     keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
     settings["num_local_experts"] = keys.positive("expert_count")
     settings["num_experts_per_tok"] = keys.positive("expert_used_count")
@@ -196,7 +196,7 @@ def _llama4(keys: Keys) -> tuple[str, Settings]:
     # llama.cpp leaves out the norms of queries and keys in the model with 128 experts.
     settings["use_qk_norm"] = settings["num_local_experts"] != 128
     if keys.has("attention.sliding_window") and not keys.integer("attention.sliding_window"):
-        # All layers attend to everything, and rotate.
+        # All layers have full attention and rotary embeddings.
         settings |= {"no_rope_layers": [1] * decoder.layers, "layer_types": ["full_attention"] * decoder.layers}
         return "llama4_text", settings
     keys.only("attention.sliding_window", _CHUNK, reason=f"but chunks of this architecture have {_CHUNK} positions")

@@ -202,7 +202,9 @@ class _Reader:
         return float(value[int(layer[1])] if isinstance(value, list) else value)
 
     def _rule(self, name: str) -> Rule | None:
-        """Return the rule for transformers' parameter ``name``: the first whose tensors the file has, or the last."""
+        """Return the rule for transformers' parameter ``name``: the first rule whose tensors are in the file, or else
+        the last rule.
+        """
         layer = re.search(r"\.(\d+)\.(.*)", name)
         if layer is None:
             return None
