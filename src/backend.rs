@@ -9,10 +9,10 @@ use crate::store::MlxStore;
 /// The backend id of ExecuTorch's MLX delegate.
 pub const MLX_BACKEND: &str = "MLXBackend";
 
-/// One sequence. It needs no mask if all layers have full history.
+/// A cache of one sequence. It needs no mask if all layers have full history.
 pub type ContiguousCache = etkv_core::ContiguousCache<MlxStore>;
 
-/// Sequences that share cells. A cache with a single sequence is read like a contiguous cache.
+/// A cache whose sequences share cells. A single sequence is read as in a contiguous cache.
 pub type CellsCache = etkv_core::CellsCache<MlxStore>;
 
 /// A cache of any kind on MLX arrays.
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!((runs.runs(0), runs.runs(1)), (&[0..2, 4..5][..], &[2..4, 5..6][..]));
     }
 
-    /// A host may have registered the keys that sessions would choose next.
+    /// The host may already have registered the next keys that sessions would choose.
     #[test]
     fn keys_pass_by_those_of_the_host() {
         let config = CacheConfig::uniform(1, 1, 4, 8);

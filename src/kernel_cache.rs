@@ -87,8 +87,8 @@ pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
             Some(cache)
         }
         Err(error) => {
-            warn!(target: TARGET, %error, "kernels are compiled again in each process: there is \
-             no folder to cache them");
+            warn!(target: TARGET, %error, "cannot cache kernels, so each process compiles them again: \
+             there is no folder for them");
             None
         }
     }
@@ -115,15 +115,15 @@ fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }
 
-/// Links every complete kernel of `from` that `to` lacks, the file that marks it as complete last. Returns their
-/// number.
+/// Links every complete kernel of `from` that `to` lacks, and as its last file the one that marks the kernel as
+/// complete. Returns their number.
 fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     let mut n = 0;
     for entry in fs::read_dir(from)? {
         let path = entry?.path();
         let Some(name) = path.file_name() else { continue };
         if path.is_dir() {
-            // Names of kernels that are long contain path separators.
+            // Long names of kernels contain path separators.
             make_private(&to.join(name))?;
             n += link_new(&path, &to.join(name))?;
             continue;
@@ -210,7 +210,7 @@ mod tests {
             |process: &str| cache.own().with_file_name(format!("{}{process}", process_prefix()));
         let gone = named("4294967295");
         fs::create_dir_all(&gone).unwrap();
-        // The folder of a process that runs: process 1.
+        // The folder of a running process, process 1.
         let running = named("1");
         fs::create_dir_all(&running).unwrap();
         let elsewhere = cache.own().with_file_name("elsewhere-4294967295");

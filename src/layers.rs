@@ -17,8 +17,8 @@ use crate::store::MlxStore;
 /// commits it.
 ///
 /// If a layer is called a second time, or with other positions, the unfinished forward is rolled back and a new one
-/// begins. So a layer cannot be called twice within a forward, as it can in a [`Step`](crate::Step). If layers of a
-/// model share keys and values, the host attends again to the result of the layer's first call.
+/// begins. So a layer cannot be called twice within a forward, as it can in a [`Step`](crate::Step). If several
+/// layers of a model share keys and values, the host calls one of them and attends to its result again in the others.
 ///
 /// The step commits before the host evaluates its outputs. If that evaluation fails, the cache holds positions whose
 /// rows are undefined: remove these positions, or clear the cache.
@@ -83,9 +83,9 @@ impl Forwards {
         self.update_and(layer, positions, k, v, |spec| Ok(spec.clone()))
     }
 
-    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does. Passes the rows that its
-    /// queries attend to to `work`, and returns its result. If `work` fails, the forward is rolled back, even in the
-    /// last layer: a forward commits only if the host has all of its results.
+    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does. Passes the rows that the
+    /// layer's queries attend to on to `work`, and returns the result of `work`. If `work` fails, the forward is
+    /// rolled back, even in the last layer: a forward commits only if the host has all of its results.
     ///
     /// # Errors
     /// Errors of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
@@ -103,13 +103,12 @@ impl Forwards {
         let masks = self.masks;
         mlx::run(|| {
             self.forwards.call((layer, layer), positions, k, v, |spec| {
-                // A host without masks expects rows from position 0 on, but the rows of a chunk begin later.
+                // A host without masks expects rows that begin at position 0, but the rows of a chunk begin later.
                 let is_late = matches!(spec.mask, Mask::Causal) && spec.k.len() <= positions[0];
                 if !masks && (is_late || matches!(spec.mask, Mask::Explicit(_))) {
                     fail!(
                         Unsupported,
-                        "{} queries from position {} of layer {layer} need a mask, which this \
-                         face does not support",
+                        "this face supports no masks, but {} queries from position {} of layer {layer} need one",
                         positions.len(),
                         positions[0]
                     );

@@ -4,8 +4,8 @@
 //! Environment:
 //! - `ETKV_PYTHON`: the Python whose packages are used (default: `.venv/bin/python` of the workspace, then
 //!   `python3`).
-//! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of that of Python's package.
-//! - `LIBCLANG_PATH`: the libclang for bindgen, instead of that of Python's package `libclang`.
+//! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of the one of Python's package.
+//! - `LIBCLANG_PATH`: the libclang for bindgen, instead of the one of Python's package `libclang`.
 
 // A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
@@ -58,7 +58,7 @@ fn mlx_dir(python: &Path) -> PathBuf {
     }
 }
 
-/// Panics if this is another release of MLX. mlx-c follows MLX's C++ interface release by release.
+/// Panics if the installed MLX is another release. mlx-c follows MLX's C++ interface release by release.
 fn check_version(mlx: &Path) {
     let header = mlx.join("include/mlx/version.h");
     let text = std::fs::read_to_string(&header).expect("version.h is readable");
@@ -126,7 +126,8 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
         sources.push(shim.join("half.cpp"));
     }
-    // A single file compiles in a seventh of the time, because nearly all of it is spent on MLX's headers.
+    // All sources are compiled as a single file. This takes a seventh of the time, because nearly all of the time is
+    // spent on MLX's headers.
     let include = |source: &PathBuf| format!("#include \"{}\"\n", source.display());
     let together = out_dir().join("mlx-c.cpp");
     std::fs::write(&together, sources.iter().map(include).collect::<String>())
@@ -161,7 +162,7 @@ fn generate_bindings(mlx_c: &Path, python: &Path) {
     headers.sort();
     let mut builder = bindgen::Builder::default()
         .clang_arg(format!("-I{}", mlx_c.display()))
-        // pip's libclang has no headers, so those of the compiler are used.
+        // pip's libclang has no headers, so bindgen uses the compiler's headers.
         .clang_args(compiler_include().map(|dir| format!("-isystem{}", dir.display())))
         .blocklist_function("malloc")
         .blocklist_function("realloc");

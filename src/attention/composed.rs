@@ -9,7 +9,7 @@ use super::{dtype_of_products, AttendSpec, Mask, Scoring};
 use crate::error::Result;
 use crate::mlx::{cast, slice_axis};
 
-/// The maximum number of bytes of scores, in float32, that [`over_rows`] holds at a time.
+/// The maximum number of bytes of float32 scores that [`over_rows`] keeps in memory.
 const MAX_SCORES: u64 = 256 << 20;
 
 /// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is
@@ -29,8 +29,8 @@ pub fn by_products(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -
     })
 }
 
-/// Computes attention over rows in the dtype of `q`, and returns that dtype. Runs as many queries at a time as have
-/// scores within [`MAX_SCORES`].
+/// Computes attention over rows in the dtype of `q`, and returns that dtype. Computes blocks of queries whose scores
+/// fit [`MAX_SCORES`].
 pub fn over_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
     over_rows_within(MAX_SCORES, q, k, v, mask, scoring)
 }
@@ -52,8 +52,8 @@ pub(super) fn over_rows_within(
     let mut outs: Vec<Array> = Vec::new();
     for first in (0..t).step_by(step as usize) {
         let last = t.min(first.saturating_add(step));
-        // A causal query sees no keys after its own position, so a block of queries needs only the keys up to its
-        // last one.
+        // A causal query sees no keys after its own position, so a block of queries needs only the keys up to the
+        // position of its last query.
         let (keys, mask) = match mask {
             Mask::Causal => ((n - (t - last)).max(1), Mask::Causal),
             Mask::Explicit(mask) if mask.ndim() >= 2 && mask.dim(-2) == t => {
@@ -104,8 +104,8 @@ fn scaled(q: &Array, scale: f32) -> Result<Array> {
 struct Weights {
     /// Their softmax without the sinks, `[1, n_kv_heads, group, T, L]`.
     p: Array,
-    /// If there are sinks: the share of each row's weight that the keys keep, `[1, n_kv_heads, group, T, 1]` in
-    /// float32.
+    /// If there are sinks, the share of each row's weight that is left for the keys, `[1, n_kv_heads, group, T, 1]`
+    /// in float32.
     key_share: Option<Array>,
 }
 
@@ -195,7 +195,7 @@ mod tests {
             ] {
                 let whole = over_rows_within(u64::MAX, &q, &k, &v, &mask, scoring)?;
                 assert_eq!(whole.shape(), [1, 4, t, 16]);
-                // Blocks of seven queries, of one query, and a limit that not even one query fits.
+                // Blocks of seven queries, blocks of one query, and a limit that is too small for even one query.
                 for max_scores in [7 * 4 * 40 * 4, 4 * 40 * 4, 0] {
                     let joined = over_rows_within(max_scores, &q, &k, &v, &mask, scoring)?;
                     let close = joined.all_close(&whole, 1e-6, 1e-6, None)?;

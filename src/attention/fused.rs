@@ -1,5 +1,5 @@
-//! The choice between MLX's two attention implementations on a GPU, for calls that [the
-//! kernel](crate::kernels) does not support: rows of few or odd sizes, and masks that differ between heads.
+//! The choice between MLX's two attention implementations on a GPU, for calls that [the kernel](crate::kernels) does
+//! not support: rows that are few or have odd sizes, and masks that differ between heads.
 //!
 //! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of
 //! query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call itself. The length
@@ -15,11 +15,11 @@ use super::Mask;
 use crate::error::Result;
 use crate::mlx;
 
-/// The maximum number of bytes of scores that MLX's composed attention may hold. With this many scores it takes as
-/// long as making a plan.
+/// The maximum number of bytes of scores that MLX's composed attention may hold. With this many scores, composed
+/// attention takes as long as making a plan.
 const MAX_SCORES: u64 = 512 << 20;
 
-/// The number of calls whose extra time without a plan equals the time of making the plan.
+/// After this number of calls without a plan, their extra time equals the time of making the plan.
 const CALLS: u32 = 128;
 
 /// Lengths that are multiples of this number recur, because prompts are read in steps of such sizes.
@@ -53,8 +53,8 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     Ok(if planned { dtype } else { Dtype::Float32 })
 }
 
-/// Counts a call and returns whether to make a plan. A plan pays off once the calls without it have lost as much time
-/// as it costs, so the total time is at most twice the optimum.
+/// Counts a call and returns whether to make a plan. The plan is made once the calls without it have lost as much
+/// time as it costs. The total time is then at most twice the optimum.
 fn is_worth_a_plan(shapes: Shapes) -> bool {
     COUNTED.with_borrow_mut(|counted| {
         if counted.len() >= MAX_COUNTED && !counted.contains_key(&shapes) {

@@ -28,9 +28,9 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
 /// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, a call with few queries
-/// reads the stored rows, or one block of them at a time. A call with many queries unpacks the keys and values of one
-/// KV head at a time; on a GPU, those of as many heads as fit 256 MiB. With a softcap it computes the scores of as
-/// many queries at a time as fit 256 MiB.
+/// reads the stored rows, all at once or block by block. A call with many queries unpacks the keys and values of one
+/// KV head after the other. On a GPU it unpacks as many heads together as fit 256 MiB. With a softcap, it computes
+/// the scores of as many queries together as fit 256 MiB.
 ///
 /// If the values are the first elements of the keys, they are not copied: the weights multiply whole keys, and the
 /// first elements of the results are returned.
@@ -80,14 +80,18 @@ fn check(q: &Array, scoring: Scoring) -> Result<()> {
     let heads = q.shape().get(1).copied().unwrap_or_default();
     match scoring.sinks {
         Some(sinks) if sinks.shape() != [heads] => {
-            fail!(Shape, "expected sinks of shape [{heads}], one a head, got {:?}", sinks.shape())
+            fail!(
+                Shape,
+                "expected sinks of shape [{heads}], one for each head, got {:?}",
+                sinks.shape()
+            )
         }
         _ => Ok(()),
     }
 }
 
-/// [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares both to choose between
-/// them.
+/// [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares `packed` and unpacked, to
+/// choose between them.
 #[doc(hidden)]
 pub fn attend_stored<'a>(
     q: &Array,
@@ -103,8 +107,8 @@ pub fn attend_stored<'a>(
     }
 }
 
-/// Computes attention over rows in the dtype of `q`. Uses the kernel for several queries, even for a single one, or
-/// MLX. Returns `None` if the kernel does not support the call. The benchmark compares them.
+/// Computes attention over rows in the dtype of `q`. Uses MLX, or the kernel for several queries, even for a single
+/// query. Returns `None` if the kernel does not support the call. The benchmark compares the two.
 #[doc(hidden)]
 pub fn attend_rows(
     [q, k, v]: [&Array; 3],
@@ -119,7 +123,7 @@ pub fn attend_rows(
     }
 }
 
-/// The maximum number of bytes of keys and values that are unpacked at a time on a GPU, in float32.
+/// The maximum number of bytes of keys and values, in float32, that are unpacked together on a GPU.
 const MAX_UNPACKED: u64 = 256 << 20;
 
 /// Computes attention over rows in the dtype of `q`, and returns that dtype.
@@ -176,7 +180,7 @@ fn dtype_of_products(q: &Array) -> Result<Dtype> {
     Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
-/// Calls MLX's attention for some KV heads at a time, and unpacks only these.
+/// Calls MLX's attention for a few KV heads after the other, and unpacks only the rows of these heads.
 fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
     let heads = spec.k.n_kv_heads();
@@ -211,8 +215,8 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Resul
     }
 }
 
-/// Returns the number of KV heads whose rows are unpacked together: one on the CPU, where a single head is as
-/// fast and takes less memory. On a GPU each call has a latency.
+/// Returns the number of KV heads whose rows are unpacked together: one on the CPU, where more heads are no faster
+/// and take more memory. On a GPU, more heads save calls, each of which has a latency.
 fn heads_at_a_time(spec: &AttendSpec) -> Result<usize> {
     if !mlx::on_gpu()? {
         return Ok(1);

@@ -1,5 +1,5 @@
 //! Attention of several queries in one kernel launch on CUDA. MLX needs a cuDNN plan for each pair of lengths, or ten
-//! launches a layer.
+//! launches for each layer.
 //!
 //! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the kernel also merges
 //! its slices: its blocks count how many have finished, and the last one merges. See `attention.cuh` of `etkv_cuda`.
@@ -23,18 +23,18 @@ mod tests;
 /// MLX has a kernel.
 const MAX_QUERIES: i32 = 1 << 16;
 
-/// The maximum number of queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
-/// attention is faster.
+/// The maximum number of queries of a call in float32. Its products are slow without tensor cores, so MLX's attention
+/// is faster for more queries.
 const MAX_F32: i32 = 64;
 
 /// [`MAX_F32`] for a cache of one sequence.
 const MAX_F32_OF_ONE: i32 = 16;
 
-/// The dimensions of a row that the kernel supports, if they are multiples of 16.
+/// The range of row dimensions that the kernel supports. They must also be multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
 
-/// The number of keys that a block reads at a time, the rows of a warp, and the threads of a block. The kernel has
-/// the same constants.
+/// The number of keys in a tile that a block reads, the number of rows of a warp, and the number of threads of a
+/// block. The kernel has the same constants.
 const TILE: i32 = 64;
 const ROWS: i32 = 16;
 const THREADS: i32 = 128;
@@ -45,13 +45,13 @@ const BLOCKS: i32 = 528;
 /// The maximum number of blocks of a launch along its second and third axes.
 const MAX_BLOCKS: i32 = 65_535;
 
-/// The maximum number of slices of the keys. The last block reads the result of each.
+/// The maximum number of slices of the keys. The last block reads the result of each slice.
 const MAX_SLICES: i32 = 64;
 
 /// The minimum number of tiles of a slice.
 const MIN_TILES: i32 = 1;
 
-/// Shared memory that every GPU since Ampere has.
+/// The bytes of shared memory that every GPU since Ampere has.
 const MAX_SHARED: i32 = 96 << 10;
 
 /// The number of slices that are merged at once, as in the kernel.
@@ -137,7 +137,7 @@ pub fn compile_masked() -> Result<()> {
 /// A call that the kernel supports.
 struct Call {
     template: Template,
-    /// Numbers of blocks along keys, KV heads, and rows.
+    /// The numbers of blocks along keys, KV heads, and rows.
     grid: [i32; 3],
     rows_of_block: i32,
     out: [i32; 4],
@@ -206,7 +206,7 @@ fn slices_of(n: i32, rows: i32) -> i32 {
     (BLOCKS / rows.max(1)).min(most).clamp(1, MAX_SLICES)
 }
 
-/// Returns the kernel's number for the kind of `mask`, if the kernel supports it.
+/// Returns the number by which the kernel identifies the kind of `mask`, if it supports that kind.
 fn kind_of(mask: &Mask, t: i32, n: i32) -> Option<u8> {
     match mask {
         Mask::None => Some(0),
@@ -236,7 +236,7 @@ impl Template {
         }
     }
 
-    /// Returns the number of tiles that a block holds at a time, and its bytes of shared memory.
+    /// Returns the number of tiles that a block keeps in shared memory, and the bytes of that memory.
     fn memory(&self) -> Option<(i32, i32)> {
         let (_, size) = element(self.dtype)?;
         let pad = 16 / size;
@@ -246,8 +246,8 @@ impl Template {
             _ => 0,
         };
         let tiles = if 2 * tile + queries <= MAX_SHARED { 2 } else { 1 };
-        // The tiles' memory is reused for the sums of all warps with their weights, and then for those of the slices
-        // that are merged.
+        // The tiles' memory is reused, first for the sums and weights of all warps, and then for the sums and weights
+        // of the slices that are merged.
         let sums = 4 * ROWS * (self.v_dim + 8 + 2) * 4;
         let weights = (2 * MAX_MERGED + 1) * 4 * ROWS * 4;
         Some((tiles, (tiles * tile + queries).max(sums).max(weights)))

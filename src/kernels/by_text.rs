@@ -14,7 +14,7 @@ pub struct TextKernels {
     /// The name and the text of the header.
     header: (&'static str, &'static str),
     compiled: Option<CompiledKernels<String>>,
-    /// An array that stands in for missing ones. Kernels do not read it.
+    /// An array that takes the place of arrays that are absent. Kernels do not read it.
     nothing: Option<Array>,
 }
 

@@ -10,7 +10,7 @@ use super::raw::Kernel;
 use super::{can_run, header, source};
 use crate::error::{Error, Result, Status};
 
-/// Threads of a block.
+/// The number of threads of a block.
 const THREADS: i32 = 256;
 
 /// A kernel that computes each element of its result in a thread. Used under the lock of MLX only.
@@ -19,7 +19,7 @@ pub struct ElementwiseKernel(Kernel);
 impl ElementwiseKernel {
     /// Compiles `body`, a function of the arrays `x0`, `x1`… and `out`. It may call the functions of
     /// `elementwise.cuh` of `etkv_cuda`. `inputs` and `shape` are the arguments of a first launch, which shows
-    /// whether it can be compiled. Returns `None` where kernels cannot run.
+    /// whether it can be compiled. Returns `None` if kernels cannot run here.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if it cannot be compiled.
@@ -42,8 +42,8 @@ impl ElementwiseKernel {
         Ok(Some(kernel))
     }
 
-    /// Computes the function of `inputs`, of the numbers of axes and dtypes that the body was generated for.
-    /// Returns `None` if kernels cannot run here, or the result has no elements or too many.
+    /// Computes the function of `inputs`. They must have the numbers of axes and the dtypes for which the body was
+    /// generated. Returns `None` if kernels cannot run here, or the result has no elements or too many.
     pub fn launch(&self, inputs: &[&Array], shape: &[i32], dtype: Dtype) -> Result<Option<Array>> {
         let elements = shape.iter().try_fold(1i32, |n, &size| n.checked_mul(size));
         match elements.filter(|n| (1..=i32::MAX - THREADS).contains(n)) {

@@ -17,7 +17,7 @@ use crate::error::{Error, Result, Status};
 /// The maximum number of arrays of a call.
 pub const MAX_ARRAYS: usize = 16;
 
-/// Threads of a block. There is one block for each array.
+/// The number of threads of a block. There is one block for each array.
 const THREADS: i32 = 512;
 
 /// The maximum number of elements of an array: one block reads them in some microseconds.
@@ -52,7 +52,7 @@ fn takes(arrays: &[&Array]) -> bool {
 }
 
 fn launch(kernel: &Kernel, arrays: &[&Array]) -> Result<Array> {
-    // The kernel does not read the missing arrays.
+    // These inputs take the place of absent arrays. The kernel does not read them.
     let inputs: SmallVec<[&Array; MAX_ARRAYS]> =
         (0..MAX_ARRAYS).map(|i| arrays[i % arrays.len()]).collect();
     let n = arrays.len() as i32;

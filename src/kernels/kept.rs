@@ -29,10 +29,10 @@ pub fn provide(made: &Array) {
     match provide_in(folder, made) {
         Ok(name) => {
             let seconds = began.elapsed().as_secs_f32();
-            debug!(target: TARGET, name, seconds, "a kernel need not be compiled by MLX");
+            debug!(target: TARGET, name, seconds, "MLX need not compile a kernel");
         }
         Err(error) => {
-            warn!(target: TARGET, %error, "a kernel is compiled by MLX, in each process");
+            warn!(target: TARGET, %error, "MLX compiles a kernel in each process");
         }
     }
 }
@@ -75,7 +75,7 @@ fn compiler() -> Option<&'static Compiler> {
 struct Kernel {
     name: String,
     text: String,
-    /// The number at the end of the names of its files.
+    /// The number at the end of the names of the kernel's files.
     number: u64,
 }
 
@@ -168,7 +168,7 @@ __global__ void custom_kernel_etkv_twice(
 
     #[test]
     fn declarations_of_mlx_are_known() {
-        // The compiler needs a device only to determine the kind of GPU.
+        // The compiler needs a device only to find out the kind of GPU.
         let text = whole(NAME, TEXT, own).unwrap();
         match Compiler::for_capability(90, None) {
             Ok(compiler) => assert_eq!(&compiler.cubin(&text).unwrap()[..4], b"\x7fELF"),

@@ -1,9 +1,9 @@
-//! Products of a few rows with a weight, fused with the operations around them in a layer, in one kernel launch. Used
-//! for tokens to verify, or for one token of each of several sequences.
+//! Products of a few rows with a weight, fused with the operations around them in a layer, in one kernel launch.
+//! These products are used for draft tokens that are verified, and for one token of each of several sequences.
 //!
-//! MLX passes products to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to 10, and
-//! the first call with another number of rows costs 3 ms. On the device both take the time of reading the weight. See
-//! `few_rows.cuh` of `etkv_cuda`.
+//! MLX passes products to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to 10 µs.
+//! The first call with a new number of rows costs 3 ms. On the device, cuBLAS and the kernel both take the time of
+//! reading the weight. See `few_rows.cuh` of `etkv_cuda`.
 
 use std::ffi::CStr;
 
@@ -21,10 +21,10 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// The maximum number of rows of a call. For more rows cuBLAS is faster, and for one row MLX's kernel is.
+/// The maximum number of rows of a call. For more rows cuBLAS is faster, and for one row MLX's kernel is faster.
 pub const MAX_ROWS: i32 = 16;
 
-/// The outputs of a tile, and the threads of a block, as in the kernel.
+/// The number of outputs of a tile, and the number of threads of a block, as in the kernel.
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
@@ -65,7 +65,7 @@ pub struct Product<'a> {
 }
 
 /// The rotary embedding of the first outputs of each row: element `j` of a head rotates together with
-/// `head_dim / 2 + j`, by `1 / periods[j]` a position.
+/// `head_dim / 2 + j`, by `1 / periods[j]` radians for each position.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotation<'a> {
     /// The positions of the rows, `[T]`, int32.
@@ -130,12 +130,12 @@ struct Form {
 
 const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0 };
 
-/// The kernels of this process, and the forms of its calls. Used only under the lock of MLX.
+/// The kernels of this process, and the arrays that describe the forms of its calls. Used only under the lock of MLX.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<Template>,
     forms: Vec<(Form, Dtype, Array)>,
-    /// A position and a period that stand in for those of products without a rotation.
+    /// A position and a period for products without a rotation. They are not read.
     unrotated: Option<[Array; 2]>,
 }
 
@@ -242,7 +242,7 @@ impl Call {
     fn launch(&self, kernel: &Kernel, product: &Product, how: FormArrays) -> Result<Array> {
         let Product { x, weight, bias, norm, residual, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
-        // The kernel does not read the array of the form that stands in for a missing one.
+        // The array of the form takes the place of an absent array. The kernel does not read it there.
         let [bias, norm, residual] = [bias, norm, residual].map(|array| array.unwrap_or(how.form));
         let [position, period] = how.unrotated;
         let (positions, periods) =

@@ -41,8 +41,8 @@ use crate::mlx;
 /// program with a different scale in each layer.
 const MAX_KERNELS: usize = 64;
 
-/// Returns whether kernels can run here: on the shared stream of a GPU. A host may use several streams, even one on a
-/// CPU; kernels of two streams would share their counters.
+/// Returns whether kernels can run here: on the shared stream of a GPU. A host may use several streams, even a stream
+/// on a CPU. Kernels of two streams would share their counters.
 pub fn can_run() -> Result<bool> {
     Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_shared()?)
 }
@@ -68,7 +68,7 @@ impl<T: Eq + Hash> CompiledKernels<T> {
                 return None;
             }
             let kernel = make(&template).unwrap_or_else(|error| {
-                warn!(%error, "MLX computes instead of a kernel, which cannot be compiled");
+                warn!(%error, "cannot compile a kernel; MLX computes instead");
                 None
             });
             return self.0.entry(template).or_insert(kernel).as_ref();
@@ -123,7 +123,7 @@ fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
     match fs::write(&path, text) {
         Ok(()) => Some(line),
         Err(error) => {
-            warn!(%error, file = named, "a kernel's calls take longer: its text cannot be written to a file");
+            warn!(%error, file = named, "cannot write a kernel's text to a file, so its calls take longer");
             None
         }
     }

@@ -1,7 +1,7 @@
 //! RMS norms in float32 of rows of any float dtype, in one kernel launch on CUDA.
 //!
-//! MLX's function computes in the common dtype of the rows and the weight, which takes a launch for each
-//! conversion. See `norm_rows.cuh` of `etkv_cuda`.
+//! MLX's function computes in the common dtype of the rows and the weight. Each conversion to that dtype is another
+//! launch. See `norm_rows.cuh` of `etkv_cuda`.
 
 use std::fmt::Write;
 
@@ -59,7 +59,7 @@ struct Launch {
     /// The names of the dtypes of the rows, the weight and the result in CUDA.
     elements: [&'static str; 3],
     rows: i32,
-    /// The threads of a block.
+    /// The number of threads of a block.
     block: i32,
 }
 

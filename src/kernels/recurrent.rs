@@ -17,7 +17,7 @@ pub const MAX_GROUP_TOKENS: usize = 16;
 /// The maximum number of rows before a group, as in the kernel.
 pub const MAX_GROUP_ROWS: usize = 64;
 
-/// The columns of a state that a block computes, and the block's warps, as in the kernel.
+/// The number of columns of a state that a block computes, and the number of warps of the block, as in the kernel.
 const STATE_COLUMNS: i32 = 32;
 const STATE_WARPS: i32 = 8;
 
@@ -43,8 +43,8 @@ pub struct Convolution<'a> {
     pub bias: Option<&'a Array>,
     /// The columns in slots, float32 `[1, 1, L, channels]`.
     pub stored: Option<&'a Array>,
-    /// The `width - 1` columns before each token, int32 `[T, width - 1]`. A number from 0 is a slot, -1 is a column
-    /// of zeros, and `-2 - i` is token `i` of the step.
+    /// The `width - 1` columns before each token, int32 `[T, width - 1]`. A number of at least 0 is a slot, -1 is a
+    /// column of zeros, and `-2 - i` is token `i` of the step.
     pub before: &'a Array,
     /// Whether SiLU is applied to the sums.
     pub silu: bool,

@@ -1,7 +1,7 @@
 //! Rotary embedding of several tokens, each with its own position, in one kernel launch on CUDA.
 //!
-//! MLX's function treats the tokens as a batch, which must be contiguous. For it, a piece of a joined product would
-//! be copied.
+//! MLX's function treats the tokens as a batch, which must be contiguous. It would have to copy a piece of a joined
+//! product.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -21,7 +21,7 @@ static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);
 
 /// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, or `None` if the kernel does not support it. Token
 /// `i` is at `positions[i]`. Element `j` rotates together with element `head_dim / 2 + j`, by `1 / periods[j]`
-/// radians a position. `positions` are int32, `periods` float32.
+/// radians for each position. `positions` are int32, `periods` float32.
 pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Array>> {
     let Some(threads) = threads(x, positions, periods) else {
         return Ok(None);

@@ -96,7 +96,7 @@ impl Arrays {
         Self(unsafe { mlx_sys::mlx_vector_array_new_data(handles.as_ptr(), handles.len()) })
     }
 
-    /// Adds an array.
+    /// Appends an array to the list.
     pub fn push(&mut self, array: &Array) -> Result<()> {
         // SAFETY: both handles are live, and the list copies the array's handle.
         check(unsafe { mlx_sys::mlx_vector_array_append_value(self.0, array.as_ptr()) })

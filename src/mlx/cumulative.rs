@@ -7,8 +7,8 @@ use crate::error::Result;
 
 /// Returns `scan(x, axis)`, where `scan` computes cumulative sums or products along `axis`.
 ///
-/// On CUDA, MLX 0.32.2 reads wrong memory if the stride of `axis` is not a multiple of four elements. So the axis is
-/// made contiguous there.
+/// On CUDA, MLX 0.32.2 reads wrong memory if the stride of `axis` is not a multiple of four elements. So on CUDA the
+/// axis is first made contiguous.
 ///
 /// # Errors
 /// Errors of `scan` and of MLX. `axis` must exist.

@@ -6,9 +6,9 @@ use super::calls::{call, check};
 use super::{is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
-/// Returns an array with elements of the host. An array that MLX allocates would move to an NVIDIA GPU page by page
-/// when a kernel first reads it, in 80 to 280 µs. This array is pinned if it is small, and a kernel reads it in place
-/// in a microsecond or two.
+/// Returns an array with elements of the host. If MLX allocated the array, it would move to an NVIDIA GPU page by
+/// page when a kernel first reads it. This takes 80 to 280 µs. This array is pinned if it is small, and a kernel
+/// reads it in place in a microsecond or two.
 ///
 /// # Safety
 /// `bytes` must be the elements of an array of this shape and dtype.
@@ -73,7 +73,7 @@ pub fn copy_to(array: &Array, to: &mut [u8]) -> Result<()> {
 }
 
 impl Mlx {
-    /// [`copy_to`], without the lock of MLX if the host can read the elements in place.
+    /// Does the same as [`copy_to`], but without the lock of MLX if the host can read the elements in place.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -90,7 +90,7 @@ impl Mlx {
 fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a [u8]>> {
     let n = array.nbytes();
     if n != to.len() {
-        fail!(Internal, "an array of {n} bytes is copied to {}", to.len());
+        fail!(Internal, "cannot copy an array of {n} bytes to {} bytes", to.len());
     }
     if n == 0 {
         return Ok(None);
@@ -118,14 +118,18 @@ fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a 
 /// Returns the elements of a row-contiguous array. Waits until they are computed.
 pub fn elements<T: ArrayElement + Copy + Default>(array: &Array) -> Result<Vec<T>> {
     if array.dtype() != T::DTYPE {
-        fail!(Internal, "elements of {:?} are read as {:?}", array.dtype(), T::DTYPE);
+        fail!(Internal, "cannot read elements of {:?} as {:?}", array.dtype(), T::DTYPE);
     }
     array.eval()?;
     let mut in_order = false;
     // SAFETY: the handle is live.
     check(unsafe { mlx_sys::_mlx_array_is_row_contiguous(&mut in_order, array.as_ptr()) })?;
     if !in_order {
-        fail!(Internal, "elements that are not contiguous are read, of shape {:?}", array.shape());
+        fail!(
+            Internal,
+            "cannot read elements that are not contiguous, of shape {:?}",
+            array.shape()
+        );
     }
     let mut elements = vec![T::default(); array.size()];
     // SAFETY: elements of a dtype have no padding, and every bit pattern is valid.
@@ -144,7 +148,7 @@ mod tests {
     #[test]
     fn elements_pass_both_ways() {
         run(|| {
-            // Up to 8 bytes, a few more, and more than a pinned block.
+            // Arrays of at most 8 bytes, of a few more, and of more bytes than a pinned block has.
             for n in [1, 2, 100, 40_000] {
                 let numbers: Vec<i32> = (0..n).map(|i| i * 7 - 50).collect();
                 let array = array_of(&numbers, &[1, n])?;

@@ -6,8 +6,8 @@
 //! thread, under one lock. There is one shared stream, and on the CPU one stream for each program. MLX waits when an
 //! array of one stream is used on another. [`Mlx`] is the lock: one thread at a time holds it.
 //!
-//! Locks cannot deadlock. A thread that holds MLX waits only for the device, because [`give_way`] releases MLX while
-//! it waits for a cache.
+//! The locks cannot deadlock: a thread that holds MLX waits only for the device. [`give_way`] releases MLX while a
+//! thread waits for a cache.
 
 pub mod bits;
 mod calls;
@@ -40,7 +40,7 @@ static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
 static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
 
 thread_local! {
-    /// How many times this thread holds `LOCK`.
+    /// The number of times that this thread holds `LOCK`.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -150,7 +150,7 @@ impl Mlx {
     }
 
     /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call of this thread also
-    /// holds the lock, it stays locked.
+    /// holds the lock, the lock stays held.
     pub fn outside<T>(&mut self, work: impl FnOnce() -> T) -> T {
         if DEPTH.get() > 1 {
             work()

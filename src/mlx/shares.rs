@@ -13,14 +13,14 @@ use super::is_stream_on_gpu;
 use super::start::unowned_stream;
 use crate::error::Result;
 
-/// The maximum number of parts. Products are limited by memory bandwidth, which a few cores saturate.
+/// The maximum number of parts. Products are limited by memory bandwidth, and a few cores saturate it.
 const MAX: usize = 8;
 
-/// The minimum number of multiplications of a part. With fewer, waiting for another thread takes as long as
-/// multiplying.
+/// The minimum number of multiplications of a part. With fewer multiplications, waiting for another thread takes as
+/// long as multiplying.
 const MIN: i64 = 1 << 17;
 
-/// Parts start at multiples of this number, as MLX's loops over outputs do.
+/// Parts start at multiples of this number of outputs, like the iterations of MLX's loops over outputs.
 const STEP: i32 = 16;
 
 /// Streams that belong to no thread, one for each part except the first.

@@ -14,7 +14,7 @@ pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 /// The number of operations in each graph that MLX sends to an NVIDIA GPU.
 const OPERATIONS_OF_A_GRAPH: &str = "50";
 
-/// The objects with which MLX is started.
+/// The objects that are created when MLX starts.
 pub struct Runtime {
     pub stream: Stream,
     pub on_gpu: bool,
@@ -78,14 +78,14 @@ pub fn start() -> Result<Runtime> {
     };
     limit_graphs(architecture.as_deref());
     if on_gpu && cfg!(target_os = "linux") {
-        // MLX for CUDA destroys its streams at the end of the process, and they use objects of its allocator. Objects
+        // MLX for CUDA destroys its streams at the end of the process. Streams use objects of the allocator. Objects
         // that are created first are destroyed last, so the allocator is created here.
         memory::active_memory()?;
     }
     let stream = unowned_stream(&device)?;
-    // This call makes the linker keep etkv's BLAS library, whose matrix products MLX then finds before those of its
-    // wheel. OpenBLAS itself is loaded by the first product: its threads would occupy the cores of a program that
-    // only asks for MLX's memory.
+    // This call makes the linker keep etkv's BLAS library. MLX then finds the library's matrix products before those
+    // of its wheel. OpenBLAS itself is loaded by the first product: its threads would occupy the cores of a program
+    // that only asks for MLX's memory.
     #[cfg(target_os = "linux")]
     // SAFETY: the function does nothing.
     unsafe {
@@ -144,13 +144,13 @@ fn default_device() -> Result<Device> {
         },
         Ok(other) => Err(Error::new(
             Status::InvalidArgument,
-            format!("ETKV_DEVICE is `{other}`, it may be cpu or gpu"),
+            format!("ETKV_DEVICE is `{other}`; expected cpu or gpu"),
         )),
         Err(_) => Ok(device),
     }
 }
 
-/// Creates a stream that any thread may use, one at a time.
+/// Creates a stream that any thread may use, but only one thread at once.
 pub fn unowned_stream(device: &Device) -> Result<Stream> {
     let (kind, index) = (device.get_type()?, device.get_index()?);
     // SAFETY: handles are created and freed here; the wrapper holds its own handle of the stream.

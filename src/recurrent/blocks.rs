@@ -1,8 +1,9 @@
-//! Chains that span several blocks. The work within blocks is computed for many blocks at once, and the states
-//! between them one after another.
+//! Chains that span several blocks. The work within blocks is computed for many blocks at once. The states between
+//! blocks are computed one after the other.
 //!
-//! With the delta rule the updates of a block are the solution of a triangular system. Its inverse is applied to the
-//! values and to the keys before the state at the start of the block is known: `u = U - W S`.
+//! With the delta rule the updates of a block are the solution of a triangular system. The inverse of the system's
+//! matrix is applied to the values and to the keys before the state `S` at the start of the block is known: `u = U -
+//! W S`.
 
 use etkv_core::bookkeeping::{AnchorSource, Chain, RowSource, BLOCK};
 use mlx_rs::ops::{concatenate, select};
@@ -44,7 +45,7 @@ pub fn run(step: &mut Step, chain: &Chain) -> Result<()> {
     let Sizes { k_heads, share, k_dim, v_dim, .. } = step.sizes;
     let mut folds = chain.folds.clone();
     let n_before = (chain.position - chain.base) as usize;
-    // The plan already has the state after a whole block of rows.
+    // The plan already contains the state after a whole block of rows.
     let (anchor, rows) = match n_before == BLOCK as usize {
         true => (AnchorSource::Fold(folds.next().unwrap_or_default()), &[][..]),
         false => (chain.anchor, &chain.rows[chain.rows.len() - n_before..]),
@@ -92,7 +93,7 @@ fn blocks_at_once(sizes: Sizes) -> usize {
 struct Aligned {
     sizes: Sizes,
     n_blocks: usize,
-    /// The number of rows before the chain, and of its tokens.
+    /// The number of rows before the chain, and the number of tokens of the chain.
     n_before: usize,
     n: usize,
     /// `[blocks, k_heads, 1, BLOCK, k_dim]`.

@@ -314,7 +314,7 @@ fn only_texts_are_stored() {
         all.seq_cp(0, 3, 0..i32::MAX).unwrap();
         refused(&mut cache, "holds 2 sequences");
         cache.sequences_mut().unwrap().seq_keep(3).unwrap();
-        refused(&mut cache, "the sequences [3], a text is sequence 0");
+        refused(&mut cache, "expected a cache with sequence 0 only, got the sequences [3]");
     }
     let mut cache = Shape { kind: 2, windowed: false }.make();
     read(&mut cache, &text);

@@ -115,20 +115,31 @@ impl SharedCache {
         self.cache.lock()
     }
 
-    /// Returns the cache with its face for programs of the backend with store `S`. Its next step
-    /// [compares](AttendCache::expect_program) the values of layers with values in keys.
+    /// Returns the cache with its face for programs of the backend with store `S`, to a program that begins to use it:
+    /// the next step [compares](AttendCache::expect_program) the values of layers with values in keys.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.
     pub fn program<S: Store>(&self) -> Result<ProgramCache<S>> {
+        let program = self.face::<S>()?;
+        // A poisoned cache refuses the step itself.
+        if let Ok(mut cache) = program.lock() {
+            cache.expect_program();
+        }
+        Ok(program.clone())
+    }
+
+    /// Checks that programs of the backend with store `S` can use the cache.
+    ///
+    /// # Errors
+    /// As [`program`](Self::program).
+    pub fn check_store<S: Store>(&self) -> Result<()> {
+        self.face::<S>().map(|_| ())
+    }
+
+    fn face<S: Store>(&self) -> Result<&ProgramCache<S>> {
         match self.program.downcast_ref::<ProgramCache<S>>() {
-            Some(program) => {
-                // A poisoned cache refuses the step itself.
-                if let Ok(mut cache) = program.lock() {
-                    cache.expect_program();
-                }
-                Ok(program.clone())
-            }
+            Some(program) => Ok(program),
             None => fail!(
                 Kind,
                 "expected a cache in {} storage, got one in {} storage; make it for this backend",

@@ -21,14 +21,50 @@
 #define API __attribute__((visibility("default")))
 
 typedef void (*sgemm_t)(
-    int, int, int, int, int, int, float, const float*, int, const float*, int,
-    float, float*, int);
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    float,
+    const float*,
+    int,
+    const float*,
+    int,
+    float,
+    float*,
+    int);
 typedef void (*dgemm_t)(
-    int, int, int, int, int, int, double, const double*, int, const double*,
-    int, double, double*, int);
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    double,
+    const double*,
+    int,
+    const double*,
+    int,
+    double,
+    double*,
+    int);
 typedef void (*cgemm_t)(
-    int, int, int, int, int, int, const void*, const void*, int, const void*,
-    int, const void*, void*, int);
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    const void*,
+    const void*,
+    int,
+    const void*,
+    int,
+    const void*,
+    void*,
+    int);
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static sgemm_t sgemm;
@@ -53,8 +89,8 @@ static int use(void* library, const char* prefix) {
 }
 
 /* Loads MLX's BLAS into a separate namespace. It calls its own functions by names
- * such as sgemm_, which ExecuTorch's kernels also define. In a program that links
- * these kernels, their functions would be called instead. */
+ * such as sgemm_. ExecuTorch's kernels define functions of the same names, which
+ * would be called instead in a program that links these kernels. */
 static void* apart(void* mlx) {
   Dl_info found;
   void* symbol = mlx ? dlsym(mlx, "cblas_sgemm") : NULL;
@@ -79,7 +115,8 @@ static void choose(void) {
     if (asked && *asked) {
       fprintf(
           stderr,
-          "etkv: ETKV_BLAS is %s, which is not an OpenBLAS of the package scipy-openblas32 (%s); "
+          "etkv: ETKV_BLAS is %s, which is not an OpenBLAS of the package "
+          "scipy-openblas32 (%s); "
           "MLX's own BLAS is used\n",
           asked,
           openblas ? "its products are missing" : dlerror());
@@ -96,18 +133,20 @@ static void choose(void) {
   }
 }
 
-/* Called before each product. An MLX without a BLAS does not call any. */
+/* Called before each product. An MLX without a BLAS calls no product. */
 static void need(void) {
   pthread_once(&once, choose);
   if (!sgemm) {
-    fprintf(stderr, "etkv: neither OpenBLAS nor libmlx has cblas_sgemm, cblas_dgemm and cblas_cgemm\n");
+    fprintf(
+        stderr,
+        "etkv: neither OpenBLAS nor libmlx has cblas_sgemm, cblas_dgemm and "
+        "cblas_cgemm\n");
     abort();
   }
 }
 
 /* Does nothing. Calling it makes the linker keep this library, without loading a BLAS. */
-API void etkv_blas_keep(void) {
-}
+API void etkv_blas_keep(void) {}
 
 API const char* etkv_blas_name(void) {
   pthread_once(&once, choose);
@@ -115,24 +154,57 @@ API const char* etkv_blas_name(void) {
 }
 
 API void cblas_sgemm(
-    int order, int transa, int transb, int m, int n, int k, float alpha,
-    const float* a, int lda, const float* b, int ldb, float beta, float* c,
+    int order,
+    int transa,
+    int transb,
+    int m,
+    int n,
+    int k,
+    float alpha,
+    const float* a,
+    int lda,
+    const float* b,
+    int ldb,
+    float beta,
+    float* c,
     int ldc) {
   need();
   sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 API void cblas_dgemm(
-    int order, int transa, int transb, int m, int n, int k, double alpha,
-    const double* a, int lda, const double* b, int ldb, double beta, double* c,
+    int order,
+    int transa,
+    int transb,
+    int m,
+    int n,
+    int k,
+    double alpha,
+    const double* a,
+    int lda,
+    const double* b,
+    int ldb,
+    double beta,
+    double* c,
     int ldc) {
   need();
   dgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 API void cblas_cgemm(
-    int order, int transa, int transb, int m, int n, int k, const void* alpha,
-    const void* a, int lda, const void* b, int ldb, const void* beta, void* c,
+    int order,
+    int transa,
+    int transb,
+    int m,
+    int n,
+    int k,
+    const void* alpha,
+    const void* a,
+    int lda,
+    const void* b,
+    int ldb,
+    const void* beta,
+    void* c,
     int ldc) {
   need();
   cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

@@ -2,7 +2,7 @@
 // call the driver, fail and throw, so that a process that did all its work is aborted
 // (https://github.com/ml-explore/mlx/pull/4480, /4531). The order of destruction depends on the order of creation,
 // which the host determines if it has used MLX earlier. Calling MLX's clear_streams() in a handler of exit() is too
-// late: the objects of the thread that it clears are already destroyed.
+// late: the objects that it clears belong to the thread and are already destroyed.
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,8 +1,8 @@
 // Transfers of small arrays between the memory of the host and that of an NVIDIA GPU.
 //
-// MLX keeps arrays of the host in managed memory. When a kernel first reads such an array, its pages move to the GPU,
-// which takes 80 to 280 us an array on an H200, in every step, even for a few positions or a mask. Pinned memory is
-// read over the bus in a microsecond or two. When the host reads an array, MLX moves it to managed memory
+// MLX keeps arrays of the host in managed memory. When a kernel first reads such an array, its pages move to the GPU.
+// On an H200 this takes 80 to 280 us for each array in every step, even for a few positions or a mask. Pinned memory
+// is read over the bus in a microsecond or two. When the host reads an array, MLX moves it to managed memory
 // permanently, with a new allocation each time. This file copies it instead.
 
 #include <cstddef>
@@ -110,8 +110,8 @@ class Driver {
   int (*wait_)(void*) = nullptr;
 };
 
-/// Blocks of pinned memory. All are allocated at once and never freed, because MLX may release an array after all
-/// other objects.
+/// Blocks of pinned memory. All blocks are allocated at once and never freed, because MLX may release an array after
+/// all other objects.
 class PinnedBlocks {
  public:
   static PinnedBlocks& get() {
@@ -226,8 +226,8 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
   }
 }
 
-/// Copies the elements of a computed, row-contiguous array of MLX for CUDA. If the host can read them in place, or
-/// there is no driver, copies nothing and sets `done` to false.
+/// Copies the elements of a computed, row-contiguous array of MLX for CUDA. If the host can read the elements in
+/// place, or if there is no driver, copies nothing and sets `done` to false.
 extern "C" __attribute__((visibility("hidden"))) int
 etkv_mlx_array_read(bool* done, void* to, size_t bytes, const mlx_array array) {
   *done = false;

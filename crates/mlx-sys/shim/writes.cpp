@@ -1,5 +1,5 @@
-// Finds the buffer before the writes that MLX has not executed yet. mlx-c does not expose the inputs of an array, and
-// there is no other reference to a buffer that was donated so that a write could happen in place.
+// Finds the buffer to which MLX has not applied its pending writes yet. mlx-c does not expose the inputs of an array,
+// and a buffer that was donated for a write in place has no other reference.
 
 #include <cstring>
 #include <exception>

@@ -7,8 +7,8 @@
 
 include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
 
-/// Half types and their functions. mlx-c declares them only if the C compiler has such types, which is not the case
-/// on x86-64.
+/// The half types and their functions. mlx-c declares them only if the C compiler has such types, which is not the
+/// case on x86-64.
 #[cfg(not(target_arch = "aarch64"))]
 mod half {
     use super::mlx_array;
@@ -36,8 +36,8 @@ mod half {
 pub use half::*;
 
 extern "C" {
-    /// Stores the array `written` without its pending writes, and whether that was possible. If anything but writes
-    /// is pending, stores no array.
+    /// Stores the array `written` without its pending writes, and sets whether that was possible. If an operation
+    /// other than a write is pending, stores no array.
     pub fn etkv_mlx_array_before_writes(
         before: *mut mlx_array,
         found: *mut bool,
@@ -90,8 +90,8 @@ extern "C" {
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_name() -> *const ::std::os::raw::c_char;
 
-    /// If the CUDA driver shuts down before MLX, makes the process end with its own exit status, although MLX would
-    /// abort it. Call it after the first stream is created.
+    /// Lets the process end with its own exit status if the CUDA driver shuts down before MLX. Without this call, MLX
+    /// would abort the process. Call it after the first stream is created.
     pub fn etkv_mlx_end_without_driver();
 }
 

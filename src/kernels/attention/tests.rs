@@ -8,7 +8,7 @@ use crate::mlx::run;
 #[derive(Debug, Clone, Copy)]
 enum Layout {
     Whole,
-    /// Some slots of a pool. Queries are ordered by token, as a projection returns them.
+    /// Keys and values are some slots of a pool. Queries are ordered by token, as a projection returns them.
     Pool,
     /// Rows that start at any address.
     Unaligned,

@@ -83,7 +83,7 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
     const EPS: f32 = 1e-5;
     let halves = if around.gate.is_some() { 2 } else { 1 };
     let x = lie.make(rows, inner, dtype);
-    // Products of about 1, where no activation is saturated.
+    // Products of about 1: no activation is saturated there.
     let small = Array::from_f32(1.0 / (inner as f32).sqrt()).as_dtype(dtype).unwrap();
     let w = array(2, &[halves * outputs, inner], dtype).multiply(small).unwrap();
     let transposed = rows % 2 == 0;
@@ -211,7 +211,7 @@ fn operations_around_a_product_are_fused() {
     });
 }
 
-/// Compares a product of heads. All but the last two rotate.
+/// Compares a product whose outputs are heads. All heads except the last two rotate.
 fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: bool) {
     let (inner, outputs, half) = (72, n * head_dim, head_dim / 2);
     let x = lie.make(rows, inner, dtype);

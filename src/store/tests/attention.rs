@@ -80,7 +80,7 @@ fn check(case: &Case) -> Result<()> {
     let [held_k, held_v] =
         [&k, &v].map(|rows| values(&rows.dequantized(Dtype::Float32).unwrap()).unwrap());
 
-    // Every query sees its own key; some see others.
+    // Every query sees its own key. Some queries also see other keys.
     let offset = (n - t) as usize;
     let scattered =
         move |head: usize, i: usize, j: usize| j == offset + i || (j * 7 + i * 3 + head) % 5 < 2;
@@ -218,7 +218,7 @@ fn sinks_and_softcaps_that_do_not_fit_are_refused() {
         let plain = Scoring::from(0.5);
         for shape in [&[3][..], &[1, 4], &[]] {
             let sinks = Array::zeros::<f32>(shape)?;
-            let told = format!("expected sinks of shape [4], one a head, got {shape:?}");
+            let told = format!("expected sinks of shape [4], one for each head, got {shape:?}");
             let found = refused(Scoring { sinks: Some(&sinks), ..plain })?;
             assert_eq!(found, (Status::Shape, told));
         }

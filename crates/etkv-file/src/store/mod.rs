@@ -276,7 +276,7 @@ impl PrefixStore {
         Ok(true)
     }
 
-    /// Returns all files, and the best ones for a text: those with the longest common prefix come first.
+    /// Returns all files, and the best files for a text. Files that share a longer prefix with the text come first.
     fn matches(
         &self,
         cache: &dyn Cache,
@@ -301,7 +301,7 @@ impl PrefixStore {
     }
 
     /// Reads the headers and token ids of new files, and removes from the index files that no longer exist. Returns
-    /// all files. Texts longer than `capacity` are skipped, and read when a larger cache needs them.
+    /// all files. Skips texts longer than `capacity`. They are read when a larger cache needs them.
     fn refresh(&self, capacity: usize) -> Result<Vec<StoredFile>> {
         let found = self.place.files()?;
         let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
@@ -309,7 +309,7 @@ impl PrefixStore {
         index.keep(|name| names.contains(name));
         let new: Vec<&StoredFile> =
             found.iter().filter(|file| !index.knows(file, capacity)).collect();
-        // Other threads may search meanwhile. They may also read the same files.
+        // Meanwhile, other threads may search, or read the same files.
         drop(index);
         let read = self.beginnings(&new, capacity);
         let mut index = self.index.lock();
@@ -319,10 +319,10 @@ impl PrefixStore {
                 Err(error) if error.status() == Status::Capacity => index.is_longer(file, capacity),
                 // An error of the system may not recur, so the file is read again next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
-                    debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
+                    debug!(target: TARGET, %error, file = file.name, "cannot read a stored text");
                 }
                 Err(error) => {
-                    warn!(target: TARGET, %error, file = file.name, "a stored text cannot be used");
+                    warn!(target: TARGET, %error, file = file.name, "cannot use a stored text");
                     index.add(file, None)?;
                 }
             }
@@ -331,8 +331,8 @@ impl PrefixStore {
         Ok(found)
     }
 
-    /// Returns the headers and token ids of files. Reads several at once if the place supports it. Texts of more
-    /// tokens than `capacity` are not read.
+    /// Returns the headers and token ids of files. Reads several files at once if the place supports it. Texts of
+    /// more tokens than `capacity` are not read.
     fn beginnings(&self, files: &[&StoredFile], capacity: usize) -> Vec<Result<Beginning>> {
         let read = |file: &StoredFile| {
             let (source, bytes) = self.place.open(&file.name)?;
@@ -377,23 +377,26 @@ impl PrefixStore {
     }
 }
 
-/// Marks the position at which a text diverges from a stored one, unless the cache could be rewound to that position.
-/// The next text that diverges there can then continue from it.
+/// Marks the position at which a text diverges from a stored text, unless a loaded cache can be rewound to that
+/// position without a mark. The next text that diverges there can then continue from it.
 pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
     if common <= held || cache.config().recurrent_layers.is_empty() {
         return;
     }
     if let Err(error) = cache.mark(i32::try_from(common).unwrap_or(i32::MAX)) {
-        debug!(target: TARGET, %error, common, "the position where two texts diverge is not marked");
+        debug!(target: TARGET, %error, common, "cannot mark the position where two texts diverge");
     }
 }
 
-/// Returns the number of positions of the cache's text, which must be sequence 0 from position 0 on.
+/// Returns the number of positions of the cache's text, which must be sequence 0 and begin at position 0.
 pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
     let length = cache.next_position()?;
     let others = cache.sequences().map(|all| all.live_sequences()).unwrap_or_default();
     if others.iter().any(|&sequence| sequence != 0) {
-        fail!(InvalidArgument, "the cache holds the sequences {others:?}, a text is sequence 0");
+        fail!(
+            InvalidArgument,
+            "expected a cache with sequence 0 only, got the sequences {others:?}"
+        );
     }
     let candidates = cache.trees().map_or(Ok(0), |trees| trees.tree_len(0))?;
     if candidates > 0 {

@@ -23,7 +23,8 @@ pub struct StoredFile {
     pub identity: u64,
 }
 
-/// Storage in which complete files appear under names, never change, and may disappear at any time.
+/// Storage of files. A file appears under its name once it is complete. It never changes, and it may disappear at any
+/// time.
 pub trait StorePlace: Debug + Send + Sync {
     /// Returns the complete files.
     ///
@@ -34,8 +35,8 @@ pub trait StorePlace: Debug + Send + Sync {
     /// Opens a file. Returns it with its size in bytes.
     fn open(&self, name: &str) -> Result<(Box<dyn ReadSeek>, u64)>;
 
-    /// Writes a file of `bytes` bytes, which gets its name once it is complete. If `write` fails, no file is created,
-    /// and an older file of this name remains.
+    /// Writes a file of `bytes` bytes. The file gets its name once it is complete. If `write` fails, no file is
+    /// created, and an older file of this name remains.
     fn put(&self, name: &str, bytes: u64, write: &mut WriteFile) -> Result<()>;
 
     /// Records a use of a file.
@@ -44,7 +45,8 @@ pub trait StorePlace: Debug + Send + Sync {
     /// Removes a file. Another process may have removed it first.
     fn remove(&self, name: &str);
 
-    /// Returns how many files should be opened at once. More than one is useful if opening a file is a request.
+    /// Returns the number of files that should be opened at once. It is more than 1 if opening a file is a request to
+    /// a server.
     fn at_once(&self) -> usize {
         1
     }

@@ -47,8 +47,8 @@ impl<T> Texts<T> {
     }
 
     /// Returns at most `most` texts of at most `capacity` tokens that share at least `least` first tokens with
-    /// `tokens`. Each comes with the number of tokens for which it can be used: the greatest length, within the
-    /// shared tokens, to which its cache can be rewound. The greatest comes first.
+    /// `tokens`. Each text comes with the number of tokens for which it can be used: the greatest length, within the
+    /// shared tokens, to which its cache can be rewound. The text with the greatest number comes first.
     pub fn matches<'a>(
         &'a self,
         tokens: &'a [i64],
@@ -78,8 +78,8 @@ impl<T> Texts<T> {
         best.into_iter()
     }
 
-    /// Returns the maximum number of first tokens that a text here, of at most `capacity` tokens, shares with
-    /// `tokens`, even if its cache cannot be rewound there.
+    /// Returns the maximum number of first tokens that any of these texts shares with `tokens`, even if its cache
+    /// cannot be rewound there. Only texts of at most `capacity` tokens count.
     pub fn common(&self, tokens: &[i64], capacity: usize) -> usize {
         let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
         let later: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
@@ -104,13 +104,13 @@ impl<T> Texts<T> {
     pub fn covered(&self, tokens: &[i64], reach: &Reach) -> Vec<&Entry<T>> {
         let mut covered = Vec::new();
         let mut bound = Bound::Excluded(tokens);
-        // The prefixes of a text come before it. Backwards, the longest is first.
+        // The prefixes of a text come before it. In reverse order, the longest prefix is first.
         while let Some((text, entry)) =
             self.0.range::<[i64], _>((Bound::Unbounded, bound)).next_back()
         {
             let n = shared(text, tokens);
             bound = if n < text.len() {
-                // This text is not a prefix. Prefixes that come before it have at most the shared tokens.
+                // This text is not a prefix. Prefixes that come before it have at most as many tokens as it shares.
                 Bound::Included(&tokens[..n])
             } else {
                 if covers(reach, &entry.reach, text) && tokens.len() <= entry.capacity {
@@ -152,13 +152,14 @@ fn merged<'a, T: 'a>(
     })
 }
 
-/// Returns up to which length a text of `len` tokens can be used for a text with which it shares `n` tokens.
+/// Returns the maximum length for which a text of `len` tokens can be used, if it shares `n` tokens with the text at
+/// hand.
 fn below(reach: &Reach, n: usize, len: usize) -> usize {
     let [n, len] = [n, len].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
     usize::try_from(reach.below(n, len)).unwrap_or_default()
 }
 
-/// Returns whether a longer text can be used wherever a shorter one can.
+/// Returns whether a longer text can be used wherever a shorter text can.
 fn covers(longer: &Reach, shorter: &Reach, text: &[i64]) -> bool {
     longer.covers(shorter, i32::try_from(text.len()).unwrap_or(i32::MAX))
 }

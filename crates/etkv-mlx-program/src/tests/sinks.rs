@@ -128,7 +128,7 @@ fn sinks_of_other_heads_change_nothing() {
     let error = step(&program, 0, 2).unwrap_err();
     assert_eq!(error.status(), Status::Shape);
     assert!(
-        error.message().ends_with("expected sinks of shape [2], one a head, got [3]"),
+        error.message().ends_with("expected sinks of shape [2], one for each head, got [3]"),
         "{error}"
     );
     assert_eq!(session.cache().lock().unwrap().length(), 0);

@@ -224,12 +224,12 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
         go_on::<B>(2, &mut tight, 5, 6);
         let error = load_sequence(&mut *tight, 0, &place.path, MODEL).unwrap_err();
         assert_eq!(error.status(), Status::Capacity, "{error}");
-        assert!(error.message().contains("takes 10 cells, 9 of 15 are free"), "{error}");
+        assert!(error.message().contains("needs 10 cells, but 9 of 15 are free"), "{error}");
 
         go_on::<B>(3, &mut full, 4, 2);
         save(&mut *full, &place.path, labels(&[])).unwrap();
         let error = load_sequence(&mut *full, 0, &place.path, MODEL).unwrap_err();
-        assert!(error.message().contains("the file has 2 sequences, expected 1"), "{error}");
+        assert!(error.message().contains("expected a file with 1 sequence, got 2"), "{error}");
 
         let refused = |cache: &mut AnyCache<B>, sequence, words: &str| {
             let error =
