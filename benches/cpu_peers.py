@@ -5,8 +5,8 @@ of each, then the next round. Each round is a separate process that answers twic
 output has medians of the rounds and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio
 below 1.
 
-Memory is the peak of the process, minus its memory before the model was loaded. What is subtracted is the memory of
-Python and its imports. etkv's process has no Python, so all of its memory counts.
+Memory is the peak of the process, minus its memory before the model was loaded. Python and its imports take the
+memory that is subtracted. etkv's process has no Python, so all of its memory counts.
 
 A contestant that cannot run is left out; the end of the output has the reason. The first run exports ExecuTorch's
 program, which takes minutes. The program stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in

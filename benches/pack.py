@@ -6,7 +6,7 @@ compressed. build/bench-pack.tar.xz is an archive of the folder. On a machine wh
 
     tar xf bench-pack.tar.xz && cd bench-pack && python3 -m run
 
-Models that are missing in build/repeating are created, which takes minutes, and 8 GB of memory for llama-3.2-1b.
+Models that are missing in build/repeating are created. This takes minutes, and for llama-3.2-1b 8 GB of memory.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ fn main() {
             }
             thresholds.push((format, threshold(&lines)));
         }
-        println!("\nOn this machine packed products are faster up to (rows a KV head; `max_packed` in src/store):");
+        println!("\nOn this machine packed products are faster for at most (rows a KV head; `max_packed` in src/store):");
         thresholds.iter().for_each(|(format, rows)| println!("{format:>12}{rows:>8}"));
         Ok(())
     });

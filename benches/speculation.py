@@ -1,10 +1,11 @@
 """Measures the cost and gain of speculative decoding: forwards of several tokens, and drafts on questions.
 
-The first table shows how the cost of a forward depends on its number of tokens. Costs include all rows of logits, and
-are relative to one token. The second table shows ``etkv_speculative`` on a few questions with every draft, in turns,
-each in a separate process. Drafts are none, n-grams of the text, the model's first layers, which read tokens, and the
-model's last layers, which read hidden states. Missing programs are exported. Figures are sums over the questions of a
-kind. Speed is relative to the answers without a draft in the same round; the table has the median over the rounds.
+The first table shows how the cost of a forward depends on its number of tokens. The forwards return all rows of
+logits, and the cost is relative to one token. The second table shows ``etkv_speculative`` on a few questions with
+every draft, in turns, each in a separate process. Drafts are none, n-grams of the text, the model's first layers,
+which read tokens, and the model's last layers, which read hidden states. Missing programs are exported. Figures are
+sums over the questions of a kind. Speed is relative to the answers without a draft in the same round; the table has
+the median over the rounds.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class Agreement {
   }
 
   /// Returns whether rounding explains the differences. In bfloat16, another
-  /// order of summation in 16 layers changes logits by up to a twentieth of the
-  /// largest logit. With packed weights the limit is a ninth, because the
+  /// order of summation in 16 layers changes logits by at most a twentieth of
+  /// the largest logit. With packed weights the limit is a ninth, because the
   /// largest logits of repeating weights are small. The argmax is then the same
   /// in 19 of 20 rows; in the other rows two logits are close. This check
   /// detects wrong weights and masks, but not one wrong key among many. With

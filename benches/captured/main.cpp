@@ -8,10 +8,10 @@
 // LONGEST is the maximum number of positions (2000). ROUNDS is the number of
 // timed steps for each number of tokens (64). KV_FORMAT is the format of keys
 // and values (the program's dtype, as `native`). SEEDS is the number of seeds
-// of generated operations (none). Exits with 1 if no step is captured, if the
-// interpreter runs a step of few tokens instead, if logits differ by more than
-// the rounding of the program's dtype explains, or if a captured step chooses
-// an id other than the argmax of its logits.
+// of generated operations (none). Exits with 1 in four cases: no step is
+// captured; the interpreter runs a step of few tokens instead; logits differ by
+// more than the rounding of the program's dtype explains; a captured step
+// chooses an id that is not the argmax of its logits.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -51,7 +51,7 @@ class Conversation {
     std::string said;
     std::string answer;
     std::vector<int64_t> answer_ids;
-    std::vector<int64_t> ids; // of the text up to here
+    std::vector<int64_t> ids; // of the text, including this exchange
     size_t kept = 0;
   };
 

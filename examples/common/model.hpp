@@ -69,8 +69,9 @@ class Model {
     return make_config(program_.params(), capacity_, format_);
   }
 
-  /// Returns the ids of a conversation in the chat template, up to the start of
-  /// the model's next message. With `raw`, returns the ids of the texts alone.
+  /// Returns the ids of a conversation in the chat template, including the
+  /// start of the model's next message. With `raw`, returns the ids of the
+  /// texts alone.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 

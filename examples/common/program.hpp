@@ -1,5 +1,5 @@
-// A language model's program: opens it, binds it to a cache, and runs it one
-// step at a time.
+// Opens a language model's program, binds it to a cache, and runs it step by
+// step.
 #pragma once
 
 #include <cstddef>

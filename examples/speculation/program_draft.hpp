@@ -32,8 +32,8 @@ Error of_draft(const Error& error);
 /// grows trees from the program's probabilities.
 class ProgramDraft : public Draft {
  public:
-  /// A level has at most as many nodes as the draft accepts tokens in a step.
-  /// After Ctrl-C the tree grows no further.
+  /// The number of nodes of a level is at most the number of tokens that the
+  /// draft accepts in a step. After Ctrl-C the tree grows no further.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,

@@ -140,12 +140,15 @@ typedef struct etkv_recurrent_layer_config {
 /** The `checkpoints` of a cache that makes none. */
 #define ETKV_NO_CHECKPOINTS (-1)
 
-/** How buffers grow as positions arrive, up to the size of the capacity. */
+/**
+ * How buffers grow as positions arrive. They never exceed the size of the
+ * capacity.
+ */
 typedef int32_t etkv_growth;
 enum {
   /** To `min_chunk` slots, doubled as often as needed. */
   ETKV_GROWTH_DOUBLING = 0,
-  /** By `min_chunk` slots at a time. */
+  /** By `min_chunk` slots, as often as needed. */
   ETKV_GROWTH_STEP = 1,
   /**
    * To exactly the slots that a step needs: the least memory, but a copy at

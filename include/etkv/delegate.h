@@ -16,9 +16,9 @@ extern "C" {
 #endif
 
 /**
- * Sets the options with which the calling thread loads programs from now on.
- * Use it in a host that cannot pass backend options, such as ExecuTorch's
- * Python runtime. Options that ExecuTorch passes take precedence.
+ * Sets the options with which the calling thread loads later programs. Use it
+ * in a host that cannot pass backend options, such as ExecuTorch's Python
+ * runtime. Options that ExecuTorch passes take precedence.
  *
  * @param cache_key  the key of a session or of a registry entry; NULL for none.
  * @param logits     the rows of logits that the program returns: "all", "last",

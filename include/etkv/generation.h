@@ -131,7 +131,7 @@ enum {
   ETKV_RUN_AHEAD_AUTO = 0,
   /** Each step starts when the host requests its token. */
   ETKV_RUN_AHEAD_NEVER = 1,
-  /** Also on a CPU. */
+  /** Async decode, even on a CPU. */
   ETKV_RUN_AHEAD_ALWAYS = 2,
 };
 
@@ -275,8 +275,9 @@ ETKV_API etkv_status etkv_generation_choose(
  * error before the first step that the memory budget does not allow.
  *
  * @param progress  called before each step and at the end, with the number of
- *                  steps done and the total; NULL for none. It must not call
- *                  etkv, wait for another thread that does, or throw.
+ *                  steps done and the total; NULL for none. The callback must
+ *                  not call etkv, wait for another thread that calls etkv, or
+ *                  throw.
  */
 ETKV_API etkv_status etkv_generation_warm_up(
     const etkv_cache* cache,

@@ -267,8 +267,8 @@ inline Result<std::vector<int64_t>> generate(
 }
 
 /// Runs one step of the program that was last loaded with the cache, and
-/// returns the argmax of each token's logits; see etkv_generation_choose. There
-/// are as many positions as tokens.
+/// returns the argmax of each token's logits; see etkv_generation_choose. The
+/// number of positions is the number of tokens.
 inline Result<std::vector<int64_t>> choose(
     const Cache& cache,
     const std::vector<int64_t>& tokens,

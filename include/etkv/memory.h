@@ -87,8 +87,9 @@ typedef struct etkv_memory_budget {
  * exceed the limit fails with `ETKV_ERROR_BACKEND`, whose message names the
  * bytes, and changes nothing. Such a call makes a cache that allocates upfront,
  * runs a step that grows buffers, converts, or loads. etkv_seq_cache_compact()
- * can fail if rows would move to slots that were never used; etkv_cache_clear()
- * without `release`, if a cache that allocates upfront was converted.
+ * can also fail, if rows would move to slots that were never used. So can
+ * etkv_cache_clear() without `release`, if a cache that allocates upfront was
+ * converted.
  *
  * Before it refuses a call, etkv frees prefixes that nothing uses, and then
  * calls the host's callback. A limit below the held bytes is no error: caches
@@ -114,8 +115,8 @@ etkv_memory_budget_read(etkv_memory_budget* budget, etkv_error** error);
  * the cache that needs the memory is always in use. If the callback itself
  * makes or grows a cache that does not fit, that call is refused without
  * another callback. The callback must not wait for another thread's call of
- * etkv, or for a lock that a thread holds during one, throw, or exit by
- * longjmp.
+ * etkv, or for a lock that a thread holds during such a call. It must not
+ * throw, or exit by longjmp.
  *
  * @param bytes  the missing bytes, at least 1.
  * @param user   the pointer that etkv_memory_budget_set_callback() received.

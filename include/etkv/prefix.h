@@ -56,10 +56,10 @@ etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
  * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length().
  *
  * ETKV_ERROR_INVALID_ARGUMENT if the cache is not empty, and for another
- * length. Also if the prefix differs in layers, formats, windows or backend, or
- * is longer than the capacity. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED and ETKV_ERROR_BACKEND as for etkv_cache_freeze().
- * After an error nothing has changed.
+ * length. The same error if the prefix differs in layers, formats, windows or
+ * backend, or is longer than the capacity. ETKV_ERROR_STEP while a step is
+ * open. ETKV_ERROR_UNSUPPORTED and ETKV_ERROR_BACKEND as for
+ * etkv_cache_freeze(). After an error nothing has changed.
  */
 ETKV_API etkv_status etkv_cache_attach(
     etkv_cache* cache,
@@ -240,9 +240,9 @@ typedef struct etkv_prefix_statistics {
   uint64_t tokens_in_memory;
   uint64_t tokens_in_store;
   /**
-   * Texts that wait to be read ahead, including the one in progress; texts that
-   * were read ahead, wholly or in part, and their tokens; and texts that could
-   * not be read, with the reason in the log.
+   * The number of texts that wait to be read ahead, including the text in
+   * progress; of texts that were read ahead, wholly or in part, and of their
+   * tokens; and of texts that could not be read, with the reason in the log.
    */
   size_t n_ahead_waiting;
   uint64_t n_ahead_read;
@@ -273,7 +273,7 @@ ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
  *
  * Layers with windows can be rewound only a little, so a prefix of such a model
  * serves only texts that go on near its end. If the store has a longer
- * beginning, the cache loads it, and shares it in memory from then on. A store
+ * beginning, the cache loads it. Later caches then share it in memory. A store
  * that fails is skipped, with a warning in the log.
  *
  * @param options     the model's fingerprint, and the text.

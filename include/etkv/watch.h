@@ -54,8 +54,8 @@ enum {
  * The strings live as long as the call. etkv calls the callback on any thread,
  * on several threads at once, and while it holds the locks of a cache, of MLX
  * or of both. So the callback may only keep or write the message. It must not
- * call etkv, wait for a thread that calls etkv or for a lock that such a thread
- * holds, throw, or exit by longjmp.
+ * call etkv, or wait for a thread that calls etkv or for a lock that such a
+ * thread holds. It must not throw, or exit by longjmp.
  *
  * @param level    the level of the message.
  * @param target   the target, as in "etkv::core".

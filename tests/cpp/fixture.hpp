@@ -1,5 +1,5 @@
-// Shared by the C++ tests: tiny programs by name, which run one step at a time
-// on a cache and return logits to compare.
+// Shared by the C++ tests: tiny programs by name. They run step by step on a
+// cache, and return logits to compare.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Drafts that are fed with the target's hidden states. Their proposals depend
-// only on the text and its hidden states, not on earlier texts, and equal the
-// choices of the draft's program when it runs one id at a time.
+// only on the text and its hidden states, not on earlier texts. They equal the
+// choices of the draft's program when it runs one id after the other.
 
 #include <algorithm>
 #include <array>
@@ -214,7 +214,7 @@ void missing_hidden_states() {
   proposer->saw(10, hidden_states.view(10, 19));
   const auto tree = must(proposer->propose(ids, shape, greedy));
   CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
-  // New rows replace old ones from their position on.
+  // New rows replace old rows of the same and later positions.
   proposer->saw(5, hidden_states.view(5, 1));
   refused(6);
   proposer->saw(6, hidden_states.view(6, 23));

@@ -299,7 +299,7 @@ void growth() {
     CHECK_INT(bound.cache().memory()->at_capacity, 22 * slot);
     for (uint64_t length = 1; length <= 22; ++length) {
       bound.at(static_cast<int64_t>(length) - 1, {ids[length - 1]});
-      // Four slots, then doubled, up to the capacity.
+      // Four slots, then doubled, but never more than the capacity.
       const uint64_t slots = length <= 4    ? 4
                              : length <= 8  ? 8
                              : length <= 16 ? 16

@@ -1,5 +1,5 @@
-// Programs and caches on several threads. Each object is used by one thread at
-// a time; caches may be shared.
+// Programs and caches on several threads. Only one thread at a time uses an
+// object, except that threads may share caches.
 
 #include <atomic>
 #include <mutex>

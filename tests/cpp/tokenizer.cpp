@@ -101,13 +101,13 @@ void errors() {
       "there is no tokenizer at /nowhere");
   CHECK(
       refusal(opened.encode("a\xff", false)) ==
-      "the text is not valid UTF-8 from byte 1 on");
+      "the text is not valid UTF-8 at byte 1");
   CHECK(
       refusal(opened.apply_chat_template({{"\xff", "a"}}, true)) ==
-      "the role is not valid UTF-8 from byte 0 on");
+      "the role is not valid UTF-8 at byte 0");
   CHECK(
       refusal(opened.apply_chat_template({{"user", "a\xff"}}, true)) ==
-      "the text is not valid UTF-8 from byte 1 on");
+      "the text is not valid UTF-8 at byte 1");
 
   CHECK(
       refusal(opened.detokenizer().add_token(-1)) ==

@@ -217,7 +217,7 @@ pub(crate) use ffi::Constants;
 
 impl Host for Pin<&mut ffi::Host> {
     fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
-        // SAFETY: the pointer has as many sizes as the shape.
+        // SAFETY: the pointer and the length are those of `shape`.
         let memory = unsafe { self.as_mut().place(index, shape.as_ptr(), shape.len(), n_bytes) };
         if memory.is_null() {
             return Err(self.refused());

@@ -45,7 +45,7 @@ impl etkv_forwards {
             None => mlx::give_way(|| self.forwards.lock()),
         };
         let Ok(mut forwards) = forwards.try_borrow_mut() else {
-            fail!(Step, "the forwards are called from inside a call on them");
+            fail!(Step, "cannot call the forwards from inside a call on them");
         };
         work(&mut forwards)
     }

@@ -183,13 +183,13 @@ mod tests {
         let told = |error: Error| error.to_string();
         assert_eq!(
             told(encode(&tokenizer, bad, false).unwrap_err()),
-            "the text is not valid UTF-8 from byte 1 on"
+            "the text is not valid UTF-8 at byte 1"
         );
         for (role, content, what) in [(&bad[..], &b""[..], "role"), (b"user", bad, "text")] {
             let messages = [ffi::Message { role, content, ids: Vec::new() }];
             assert_eq!(
                 told(apply_chat_template(&tokenizer, &messages, true, b"").unwrap_err()),
-                format!("the {what} is not valid UTF-8 from byte 1 on")
+                format!("the {what} is not valid UTF-8 at byte 1")
             );
         }
     }

@@ -34,7 +34,7 @@ pub enum Error {
     #[error("message {0} has no role: expected system, user, assistant, or another one of the chat template")]
     NoRole(usize),
 
-    #[error("{what} is not valid UTF-8 from byte {at} on")]
+    #[error("{what} is not valid UTF-8 at byte {at}")]
     Utf8 { what: &'static str, at: usize },
 
     #[error("a defect in the tokenizer library: {0}")]

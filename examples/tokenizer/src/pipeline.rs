@@ -95,7 +95,7 @@ fn longest(charsmap: &str) -> f64 {
     written.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(1).max(1) as f64
 }
 
-/// Decodes base64 up to the first byte that is not base64.
+/// Decodes base64, and stops at the first byte that is not base64.
 fn decoded(text: &str) -> Vec<u8> {
     let (mut bits, mut n_bits, mut bytes) = (0u32, 0, Vec::new());
     for byte in text.bytes() {

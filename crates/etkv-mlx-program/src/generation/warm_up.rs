@@ -79,10 +79,10 @@ fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result
 impl Program {
     /// On a GPU with an empty cache, runs steps of several lengths on the program's cache. Rolls the steps back, and
     /// frees the buffers that they needed. Calls `progress` before each step, and at the end, with the number of
-    /// steps that ran and the total. Returns the number of steps that ran. It is 0 on a CPU, where the first run
-    /// takes no longer than later ones, and for a program that is neither a language model nor a draft fed with
-    /// hidden states. Stops before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget) refuses, because
-    /// the budget would refuse longer steps too.
+    /// steps that ran and the total. Returns the number of steps that ran. The number is 0 on a CPU, because there
+    /// the first run takes no longer than later runs. It is also 0 for a program that is neither a language model nor
+    /// a draft fed with hidden states. Stops before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget)
+    /// refuses, because the budget would refuse longer steps too.
     ///
     /// # Errors
     /// Those of [`execute`](Self::execute), and of [`AttendCache`](etkv::AttendCache) if the cache is in use.
@@ -164,8 +164,9 @@ impl Program {
     }
 
     /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN), steps
-    /// that [read text](READ), and [trees](TREE). Also captures a token of a second sequence, whose keys come after
-    /// those of the first. Its attention needs another kernel, which steps of several sequences and of trees use.
+    /// that [read text](READ), and [trees](TREE). Captures a token of a second sequence as well. The keys of that
+    /// sequence come after those of the first. Its attention needs another kernel. Steps of several sequences and of
+    /// trees use that kernel.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         if self.0.executor.is_none() {
             return Ok(());
@@ -315,7 +316,7 @@ mod tests {
         use crate::error::{Error, Status};
         use etkv::MlxStore;
 
-        // The budget belongs to the process. No cache of another test needs as many bytes.
+        // The budget belongs to the process. The bytes are so many that no cache of another test needs them.
         let mut config = CacheConfig::uniform(1, 1, 4, i32::MAX);
         config.growth = Growth::Upfront;
         let budget = MemoryBudget::global();

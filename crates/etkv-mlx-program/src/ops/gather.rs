@@ -195,7 +195,7 @@ pub fn run_take_along_axis(arguments: &Arguments, axis: i32) -> Result<Array> {
     })
 }
 
-/// Checks that on every other axis the indices have as many elements as `x`, or one.
+/// Checks that on every axis other than `axis` the indices have the same number of elements as `x`, or one element.
 fn check_along_axis(x: &Array, indices: &Array, axis: i32) -> Result<()> {
     let fits = indices.ndim() == x.ndim()
         && (0..x.ndim() as i32).all(|other| {

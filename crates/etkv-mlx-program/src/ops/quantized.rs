@@ -140,7 +140,8 @@ const CACHED_ELEMENTS: i64 = 8 << 20;
 ///
 /// The limit was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and 8 bits (`cargo bench -p
 /// etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6 to 8 in half
-/// precision; at two to three times as many rows if the unpacked weight does not fit the caches.
+/// precision. If the unpacked weight does not fit the caches, they take the same time at two to three times these
+/// numbers of rows.
 pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let is_float = dtype == Dtype::Float32;

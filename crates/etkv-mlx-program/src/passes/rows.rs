@@ -34,7 +34,7 @@ pub struct Rows {
     /// such heads token by token, such as rotated queries.
     heads: HashSet<Value>,
     /// Rows with their axes in the order of convolutions, `[1, channels, T]`, and the results of recurrent layers'
-    /// convolutions. Also values that are computed from these token by token.
+    /// convolutions. Values that are computed from these token by token count too.
     columns: HashSet<Value>,
     /// The results of attention and of recurrences, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,

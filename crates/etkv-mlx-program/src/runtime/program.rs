@@ -60,8 +60,8 @@ unsafe impl Send for LoadedProgram {}
 unsafe impl Sync for LoadedProgram {}
 
 impl Program {
-    /// Decodes a payload, loads its constants and binds its cache. `steps` creates an executor of its steps, if the
-    /// passes are the default ones and the device is supported.
+    /// Decodes a payload, loads its constants and binds its cache. If the passes are the default ones and the device
+    /// is supported, `steps` creates an executor of the program's steps.
     ///
     /// # Errors
     /// - [`Program`](Status::Program) for a payload that is damaged or foreign.

@@ -22,7 +22,7 @@ use minijinja::{AutoEscape, Error as TemplateError, ErrorKind, Value};
 use crate::error::{Error, Result};
 pub use values::{Message, Variables};
 
-/// The maximum bytes of a template. Published templates have up to 60,000.
+/// The maximum bytes of a template. The longest published template has 60,000.
 const MAX_SOURCE: usize = 256 << 10;
 
 /// The stack of the rendering thread, in bytes; the system provides only the pages in use. Two limits bound the
