@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers share the cores. OpenMP's threads spin while they wait for each other, so with a thread per core in each
-# worker most of the time would be spent waiting.
+# worker, most time would be spent waiting.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -3,8 +3,8 @@
     python executorch_adapter.py        prints the outcome of each test, as JSON
 
 The tests import names of ExecuTorch's modules. Data types and host helpers are ExecuTorch's own: configs, policies,
-specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters of this package's, which
-translate these differences:
+specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters for this package. The
+adapters translate these differences:
 
 * ExecuTorch's caches describe a mask by its kind, and return a mask only if the kind is not enough. This package's
   caches always return a mask.
@@ -14,7 +14,7 @@ translate these differences:
 it. * ExecuTorch needs ``begin_step`` before each attempt of a forward. This package needs it only for several
 sequences, and
   a declaration holds until a step commits.
-* ExecuTorch raises RuntimeError for errors with the status CAPACITY or STEP here.
+* ExecuTorch raises RuntimeError where this package raises an error with the status CAPACITY or STEP.
 * ExecuTorch has 63 sequences; this package has 256.
 * ExecuTorch allocates by a sizing policy. This package has none.
 

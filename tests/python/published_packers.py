@@ -162,7 +162,7 @@ def fp8(
 
 
 def _fp4(codes: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return bytes of two numbers each, and the values of the numbers times the factor of their group."""
+    """Return bytes with two numbers each, and each number times the factor of its group."""
     in_bytes, made = [], []
     for of_row, factors in zip(codes.tolist(), factor.tolist(), strict=True):
         in_bytes.append([low + 16 * high for low, high in zip(of_row[::2], of_row[1::2], strict=True)])

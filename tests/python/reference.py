@@ -205,8 +205,8 @@ def request(variant: Variant) -> ExportRequest:
 
 
 def _package_source(variant: Variant) -> Path:
-    """Return the GGUF file for the unchanged model, and its exported folder, which is faster to read, for all other
-    variants.
+    """Return the GGUF file for the unchanged model. For all other variants return its exported folder, which is
+    faster to read.
     """
     plain = Variant(variant.model)
     return models.path(variant.model) if variant == plain else program(plain).hf

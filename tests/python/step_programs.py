@@ -75,8 +75,8 @@ class Outcome:
 def generate(kind: str, config: CacheConfig, seed: int, n_operations: int, most_tokens: int = 6) -> list[Operation]:
     """Return a program for a cache of this kind and config. Equal arguments give equal programs on every machine.
 
-    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens. Exceptions are
-    some refused steps, of at most one token more than the capacity.
+    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens. Some refused
+    steps are exceptions: they have at most one token more than the capacity.
     """
     return step_generator.Generator(kind, config, seed, most_tokens).program(n_operations)
 

@@ -97,9 +97,8 @@ def test_quantized(programs, tiny, tmp_path):
     """8da4w against the same model in PyTorch, with weights in 4 bits and activations in 8 bits.
 
     Both round the same activations, but sums in another order round some activations to an adjacent value of 255. So
-    the two differ, by less than the error of rounding activations: the difference between PyTorch's logits and float32
-    logits with the same weights. The error of rounding activations is in turn less than the error of rounding the
-    weights.
+    the two differ, but by less than the error of rounding activations. That error is the difference between PyTorch's
+    logits and float32 logits with the same weights. It is less than the error of rounding the weights.
     """
     from etkv.export.cpu import linears
     from etkv.export.packing import Packing

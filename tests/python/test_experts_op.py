@@ -77,8 +77,8 @@ def test_weights_come_back(fmt):
     if fmt.name == "float32":
         assert torch.equal(plain[:40], matrix)
     elif fmt.group_size:
-        # The error is at most half a step, plus the rounding of the scale to 8 bits. At the end of the range that lacks
-        # a code, it is up to a whole step.
+        # The error is at most half a step, plus the rounding of the scale to 8 bits. At the end of the range that
+        # lacks a code, the error is at most a whole step.
         step = matrix.unflatten(1, (-1, fmt.group_size)).abs().amax(dim=2, keepdim=True) / fmt.offset
         errors = (plain[:40] - matrix).unflatten(1, (-1, fmt.group_size)).abs()
         assert bool((errors <= 1.01 * step + fmt.offset * step / 256).all())

@@ -21,7 +21,7 @@ from etkv import _device, _library, generation
 from reference import PROMPT, config
 
 STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "5"))
-"""One of this many points at which Ctrl-C can arrive is tested."""
+"""Of this many points at which Ctrl-C can arrive, one is tested."""
 
 
 @pytest.fixture(params=["device", "host"])
@@ -107,7 +107,7 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
 
         answered(None)
         session.clear()
-        # Count points without those of the first use.
+        # Count the points of a second answer: the first has additional points.
         _, n_places = answered(None)
         unfinished = 0
         for at in range(1, n_places + 1, STRIDE):

@@ -37,7 +37,7 @@ ROWS, COLUMNS = 40, 512
 
 
 def _groups(kind: str, bits: int, group_size: int) -> Groups:
-    """Return random integers, and scales of the dtype ``kind``, of which some are tiny, negative or zero."""
+    """Return random integers, and scales of the dtype ``kind``. Some scales are tiny, negative or zero."""
     generator = torch.Generator().manual_seed(bits)
     shape = ROWS, COLUMNS // group_size
     codes = torch.randint(0, 1 << bits, (ROWS, COLUMNS), generator=generator, dtype=torch.uint8)

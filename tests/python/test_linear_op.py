@@ -51,7 +51,7 @@ def test_errors_are_those_of_rounding():
         groups = matrix.unflatten(1, (-1, fmt.group_size))
         step = groups.abs().amax(dim=2, keepdim=True) / 2 ** (bits - 1)
         error = (fmt.unpack(fmt.pack(matrix)).unflatten(1, (-1, fmt.group_size)) - groups).abs()
-        # At the end of the range that lacks a code, the error is up to a whole step.
+        # At the end of the range that lacks a code, the error is at most a whole step.
         assert bool((error <= 1.01 * step + groups.abs() * 2.0**-8).all())
         assert float((error / step).mean()) < 0.3
 

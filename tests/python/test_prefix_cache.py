@@ -157,7 +157,7 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
         tokens = [response.token for response in responses if response.token is not None]
         return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
 
-    # With short steps, windows hold few positions beyond what queries see, fewer than an answer has.
+    # With short steps, windows hold only a few more positions than queries see: fewer than an answer has.
     few = {"max_step_tokens": 8}
     held = session(made, **few)
     with held, etkv.load(made.path, held, logits="last") as shared_program:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RING = 127
-"""Slots of a window's ring: a window of 64 plus a step of 64, minus one. The exporters' programs are wrong beyond it.
+"""Number of slots of a window's ring: a window of 64 plus a step of 64, minus one. The exporters' programs are wrong
+beyond it.
 
 Most tests use fewer tokens, see :data:`upstream_runs.PROMPT`.
 """

@@ -278,8 +278,8 @@ def _hooks_installed_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sound_at_hand(*, older_names: bool) -> Iterator[None]:
-    """Provide optimum-executorch with the features of a recording, which it would compute with Voxtral's processor from
-    a hub.
+    """Provide optimum-executorch with the features of a recording. It would compute them with Voxtral's processor
+    from a hub.
 
     The processor needs mistral-common for its tokenizer. Only the shape of the features affects the program.
     """

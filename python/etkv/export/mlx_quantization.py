@@ -115,12 +115,14 @@ def keep(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """Return the packed integers, scales and biases of ``groups`` for :func:`dequantize`.
 
-    Return None if integers exceed ``bits`` bits, or if groups are not contiguous columns. Biases are None if weights
-    are scales times signed integers.
+    Return None if integers exceed ``bits`` bits, if groups are not contiguous columns, or if scales or biases are not
+    finite in ``dtype``. Biases are None if weights are scales times signed integers.
     """
     if groups.order is not None:
         return None
     scales = groups.scales.to(dtype)
+    if not bool(torch.isfinite(scales).all()):
+        return None
     signed = groups.signed(bits)
     if signed is not None:
         return _pack(signed.short(), bits), scales, None
@@ -128,7 +130,10 @@ def keep(
         return None
     unsigned = groups.codes.short() - (1 << (bits - 1))
     biases = groups.biases if groups.zeros is None else -groups.zeros * groups.scales
-    return _pack(unsigned, bits), scales, None if biases is None else biases.to(dtype)
+    if biases is None:
+        return _pack(unsigned, bits), scales, None
+    biases = biases.to(dtype)
+    return (_pack(unsigned, bits), scales, biases) if bool(torch.isfinite(biases).all()) else None
 
 
 def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

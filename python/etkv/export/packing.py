@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -268,7 +269,8 @@ def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
         made = joined(order)
         if made is not None and made.codes.shape == weight.shape:
             values = made.values().to(weight.dtype)
-            if torch.equal(values, weight):
+            # Packing anew refuses weights that are not finite. A finite scale times an integer may be infinite.
+            if torch.equal(values, weight) and all(map(math.isfinite, values.aminmax())):
                 return made
     return None
 

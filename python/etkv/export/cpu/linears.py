@@ -89,7 +89,8 @@ class Packer:
         return self._filled(weight.shape, fmt, lambda rows: fmt.pack(weight[rows])), fmt
 
     def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[torch.Tensor, WeightFormat] | None:
-        """Return packed integers and scales of a file, and their format; None if no format holds them.
+        """Return packed integers and scales of a file, and their format; None if no format holds them, or if scales or
+        biases are not finite.
 
         Scales are not rounded to ``dtype``.
         """
@@ -98,7 +99,7 @@ class Packer:
             return None
         own = groups.codes.shape[1] // groups.scales.shape[1]
         size = self._group_size if self._is_fixed and self._group_size else largest_group(own)
-        if own % size or not bool(torch.isfinite(groups.scales).all()):
+        if own % size or not groups.is_finite():
             return None
         found = _stored(groups, bits, size)
         if found is None:

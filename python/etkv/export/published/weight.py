@@ -94,6 +94,11 @@ class Groups:
         groups = groups * self.scales.unsqueeze(2)
         return (groups if self.biases is None else groups + self.biases.unsqueeze(2)).flatten(1)
 
+    def is_finite(self) -> bool:
+        """Return whether all scales and biases are finite. Those of a damaged file may not be."""
+        numbers = [self.scales] if self.biases is None else [self.scales, self.biases]
+        return all(bool(torch.isfinite(part).all()) for part in numbers)
+
     def signed(self, bits: int) -> torch.Tensor | None:
         """Return ``code - zero``, int8 ``[rows, columns]``; ``None`` if a value exceeds ``bits`` bits.
 
