@@ -42,9 +42,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "build" / "models"
 FORWARD = ROOT / "build" / "bin" / "etkv_forward"
 CHUNK = 512
-"""Tokens of a prefill step."""
+"""The number of tokens of a prefill step."""
 MAX_CONTEXT = 2304
-"""Positions of every cache of SmolLM2."""
+"""The number of positions of every cache of SmolLM2."""
 
 
 @dataclass(frozen=True)

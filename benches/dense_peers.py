@@ -20,7 +20,7 @@ import random_peers
 
 VOCABULARY = 128256
 POSITIONS = 2304
-"""Positions of every cache."""
+"""The number of positions of every cache."""
 
 
 def _config() -> Any:

@@ -21,7 +21,7 @@ import random_peers
 
 VOCABULARY = 8192
 POSITIONS = 1024
-"""Positions of every cache."""
+"""The number of positions of every cache."""
 
 
 def _config() -> Any:

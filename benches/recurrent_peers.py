@@ -29,7 +29,7 @@ from cpu_peers import CHUNK
 
 VOCABULARY = 248320
 POSITIONS = 4864
-"""Positions of every cache."""
+"""The number of positions of every cache."""
 BRANCHES = 8
 DECODED = (10, 70)
 """The number of tokens that each branch has decoded, for each row of the table. After 70 tokens each branch has a

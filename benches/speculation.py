@@ -38,7 +38,7 @@ QUESTIONS = {
 }
 
 LAYERS = 30
-"""Layers of the model."""
+"""The number of layers of the model."""
 SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--depth", "2", "--width", "4"]}
 
 

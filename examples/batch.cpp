@@ -20,7 +20,7 @@
 namespace etkv::examples {
 namespace {
 
-/// The tokens and seconds of the steps.
+/// The numbers of tokens and the seconds of the steps.
 struct Statistics {
   int64_t prefill_tokens = 0;
   double prefill_seconds = 0.0;

@@ -19,7 +19,8 @@ namespace {
 /// The capacity. It is so small that operations reach it.
 constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
-/// The sequences that operations use, and the maximum tokens of a step.
+/// The number of sequences that operations use, and the maximum tokens of a
+/// step.
 constexpr int32_t kSequences = 8;
 constexpr int kMaxTokens = 64;
 /// The maximum difference of logits in float16, as a share of the largest

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 STEP = 2048
-"""Tokens of a prefill step: mlx-lm's default."""
+"""The number of tokens of a prefill step: mlx-lm's default."""
 
 UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes per unit in which the system reports memory."""
+"""The number of bytes of the unit in which the system reports memory."""
 
 
 def installed(package: str) -> str | None:

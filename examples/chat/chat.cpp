@@ -18,7 +18,7 @@ constexpr char kCommands[] =
     "/reset  begin a new conversation\n"
     "/stats  figures of this conversation; /stats json: the cache's report\n"
     "/help   this list\n"
-    "/quit   leave, as does the end of the input";
+    "/quit leave; the end of the input does the same";
 
 } // namespace
 

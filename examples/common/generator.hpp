@@ -31,11 +31,12 @@ struct Answer {
   /// The ids that the model chose, including the eos token id.
   std::vector<int64_t> ids;
   FinishReason stop = FinishReason::length;
-  /// Tokens of the prompt that the cache already held.
+  /// The number of tokens of the prompt that the cache already held.
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
-  /// Tokens after the first, and the steps that computed them.
+  /// The numbers of tokens after the first, and of the steps that computed
+  /// them.
   int64_t decode_tokens = 0;
   int64_t decode_steps = 0;
   double decode_seconds = 0.0;

@@ -42,7 +42,7 @@ constexpr std::array<Dtype, 7> kDtypes = {{
     {ScalarType::Byte, "u8", 1},
 }};
 
-/// The maximum dimensions of a tensor in ExecuTorch.
+/// The maximum number of dimensions of a tensor in ExecuTorch.
 constexpr uint32_t kMaxDimensions = 16;
 
 const Dtype* find_dtype(ScalarType type) {

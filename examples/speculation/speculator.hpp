@@ -44,7 +44,8 @@ class Speculator : public Stepper {
   /// Statistics of steps.
   struct Statistics {
     int64_t steps = 0;
-    /// The ids that the steps added, and how many of them the draft proposed.
+    /// The number of ids that the steps added, and how many of them the draft
+    /// proposed.
     int64_t ids = 0;
     int64_t accepted = 0;
     /// The number of verified candidates.

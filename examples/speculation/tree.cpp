@@ -52,7 +52,7 @@ Choice draw_choice(
     if (accept(p, q, token, rng)) {
       return {child, token};
     }
-    // The next child was drawn without this one.
+    // The next child was drawn from a distribution without this child.
     if (!q.empty()) {
       remove(q, token);
     }

@@ -15,8 +15,8 @@ constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
 constexpr double kLateBelief = 1.0;
-/// Steps without a tree before any comparison, because the first steps of a
-/// process and the first step of each size are slow.
+/// The number of steps without a tree before any comparison. The first steps of
+/// a process, and the first step of each size, are slow.
 constexpr int64_t kSingles = 4;
 /// The depth of the first trials, which are chains. The drafts of these trials
 /// take this share of the time, or more if trials would otherwise come too

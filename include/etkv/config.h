@@ -64,20 +64,20 @@ enum {
  */
 typedef struct etkv_layer_config {
   size_t struct_size;
-  /** KV heads, not query heads; at least 1. */
+  /** The number of KV heads, not of query heads; at least 1. */
   int32_t n_kv_heads;
-  /** Elements of one key, at least 1. */
+  /** The number of elements of one key, at least 1. */
   int32_t k_head_dim;
-  /** Elements of one value; 0 for the size of a key. */
+  /** The number of elements of one value; 0 for the size of a key. */
   int32_t v_head_dim;
   /**
-   * Positions that a query sees, including its own; 0 for full history. A layer
-   * with a window keeps only a few positions more.
+   * The number of positions that a query sees, including its own; 0 for full
+   * history. A layer with a window keeps only a few positions more.
    */
   int32_t window;
   /**
-   * Attention sinks: the first positions of the sequence, which a query sees
-   * in addition to its window. 0 for a layer without a window.
+   * The number of attention sinks: first positions of the sequence that a query
+   * sees in addition to its window. 0 for a layer without a window.
    */
   int32_t sinks;
   /**
@@ -94,9 +94,9 @@ typedef struct etkv_layer_config {
    */
   int32_t values_in_keys;
   /**
-   * Positions of a chunk; 0 for a layer without chunks. A query sees its own
-   * position and the earlier ones of its chunk; chunks begin at multiples of
-   * this number. Such a layer has no window.
+   * The number of positions of a chunk; 0 for a layer without chunks. A query
+   * sees its own position and the earlier ones of its chunk; chunks begin at
+   * multiples of this number. Such a layer has no window.
    */
   int32_t chunk;
 } etkv_layer_config;
@@ -118,17 +118,23 @@ enum {
 typedef struct etkv_recurrent_layer_config {
   size_t struct_size;
   etkv_recurrent_kind kind;
-  /** Convolution: elements of a column, at least 1. */
+  /** Convolution: the number of elements of a column, at least 1. */
   int32_t channels;
-  /** Convolution: positions that a query reads, including its own; 1 to 64. */
+  /**
+   * Convolution: the number of positions that a query reads, including its own;
+   * 1 to 64.
+   */
   int32_t width;
-  /** Recurrence: heads of queries and keys, at least 1. */
+  /** Recurrence: the number of heads of queries and keys, at least 1. */
   int32_t k_heads;
-  /** Recurrence: heads of values and states, a multiple of `k_heads`. */
+  /**
+   * Recurrence: the number of heads of values and states, a multiple of
+   * `k_heads`.
+   */
   int32_t heads;
-  /** Recurrence: elements of a key, at least 1. */
+  /** Recurrence: the number of elements of a key, at least 1. */
   int32_t k_dim;
-  /** Recurrence: elements of a value, at least 1. */
+  /** Recurrence: the number of elements of a value, at least 1. */
   int32_t v_dim;
   /**
    * Recurrence: 1 if each channel of a key has its own decay, 0 if each head
@@ -196,8 +202,8 @@ typedef struct etkv_cache_config {
   int32_t max_step_tokens;
   etkv_growth growth;
   /**
-   * Slots of a chunk, for ETKV_GROWTH_DOUBLING and ETKV_GROWTH_STEP: 0 for 256.
-   * Must be 0 for other growths.
+   * The number of slots by which buffers grow, for ETKV_GROWTH_DOUBLING and
+   * ETKV_GROWTH_STEP: 0 for 256. Must be 0 for other growths.
    */
   int32_t min_chunk;
   /**

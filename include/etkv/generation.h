@@ -61,7 +61,7 @@ typedef struct etkv_sampling {
   int32_t repetition_context;
   /** The same seed chooses the same tokens from the same logits. */
   uint64_t seed;
-  /** `n_logit_bias` of them; a token listed twice gets the sum. */
+  /** `n_logit_bias` biases; a token listed twice gets the sum. */
   const etkv_logit_bias* logit_bias;
   size_t n_logit_bias;
 } etkv_sampling;
@@ -112,7 +112,7 @@ typedef struct etkv_generation etkv_generation;
 /** A text to continue. The caller owns what it points to. */
 typedef struct etkv_prompt {
   size_t struct_size;
-  /** The tokens after those that the sequence holds, at least one. */
+  /** The tokens that follow the tokens in the sequence, at least one. */
   const int64_t* tokens;
   size_t n_tokens;
   /** The sequence to continue; 0 in a cache of one sequence. */

@@ -97,7 +97,7 @@ inline Result<int64_t> choose(
 
 /// A text to continue.
 struct Prompt {
-  /// The tokens after those that the sequence holds, at least one.
+  /// The tokens that follow the tokens in the sequence, at least one.
   std::vector<int64_t> tokens;
   /// The sequence to continue; 0 in a cache of one sequence.
   int32_t sequence = 0;

@@ -27,10 +27,13 @@ typedef struct etkv_layer_memory {
 /** Bytes of one recurrent layer's buffers. */
 typedef struct etkv_recurrent_layer_memory {
   size_t struct_size;
-  /** The rows of a convolution or a recurrence, one for each recent token. */
+  /**
+   * The bytes of the rows of a convolution or a recurrence, one row for each
+   * recent token.
+   */
   uint64_t rows_allocated;
   uint64_t rows_used;
-  /** The states of a recurrence; 0 for a convolution. */
+  /** The bytes of the states of a recurrence; 0 for a convolution. */
   uint64_t anchors_allocated;
   uint64_t anchors_used;
 } etkv_recurrent_layer_memory;
@@ -40,7 +43,7 @@ typedef struct etkv_memory {
   size_t struct_size;
   /** Bytes of all buffers. */
   uint64_t allocated;
-  /** Bytes of these that positions use. */
+  /** The part of `allocated` that positions use. */
   uint64_t used;
   /** The maximum bytes that the cache can ever hold. */
   uint64_t at_capacity;
@@ -53,8 +56,8 @@ typedef struct etkv_memory {
   etkv_layer_memory* layers;
   size_t n_layers;
   /**
-   * Bytes of rows that the cache reads from a prefix, which other caches may
-   * read too. The other fields do not count them.
+   * The bytes of the prefix's rows that the cache reads. Other caches may read
+   * them too. The other fields do not count them.
    */
   uint64_t shared;
   /** Like `layers`, for each recurrent layer; or NULL and 0. */
@@ -69,7 +72,7 @@ typedef struct etkv_memory_budget {
   uint64_t limit;
   /**
    * Bytes that they hold. While a step grows buffers, or a conversion replaces
-   * them, both the old and the new ones are held.
+   * them, both the old and the new buffers are held.
    */
   uint64_t held;
   /**

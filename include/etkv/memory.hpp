@@ -35,10 +35,10 @@ struct RecurrentLayerMemory {
 /// Bytes of a cache's buffers.
 struct Memory {
   uint64_t allocated = 0;          ///< bytes of all buffers
-  uint64_t used = 0;               ///< of these, bytes that positions use
+  uint64_t used = 0;               ///< the part that positions use
   uint64_t at_capacity = 0;        ///< the maximum that it can ever hold
   std::vector<LayerMemory> layers; ///< the same for each attention layer
-  uint64_t shared = 0; ///< rows of a prefix, which other fields omit
+  uint64_t shared = 0; ///< bytes of a prefix's rows; not in other fields
   /// The same for each recurrent layer.
   std::vector<RecurrentLayerMemory> recurrent_layers = {};
 };

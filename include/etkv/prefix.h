@@ -33,10 +33,10 @@ extern "C" {
 typedef struct etkv_prefix etkv_prefix;
 
 /**
- * Freezes the contents of a cache. The cache goes on from them. Rows move to
- * memory that caches share, one layer at a time. Rows that the cache already
- * reads from a prefix stay where they are. The caller frees the prefix with
- * etkv_prefix_free().
+ * Freezes the contents of a cache. The cache continues from the frozen
+ * contents. Rows move to memory that caches share, one layer at a time. Rows
+ * that the cache already reads from a prefix stay where they are. The caller
+ * frees the prefix with etkv_prefix_free().
  *
  * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, if it holds another
  * sequence than 0, or if sequence 0 has candidates, gaps or no position 0.
@@ -303,10 +303,10 @@ ETKV_API etkv_status etkv_prefix_cache_find(
     etkv_error** error);
 
 /**
- * Keeps the contents of a cache. The cache goes on from them. An older prefix
- * whose text is a beginning of this one is removed if the new one serves every
- * text that the older one serves. The store receives the text too: its file
- * reveals what users wrote.
+ * Keeps the contents of a cache. The cache continues from the kept contents. An
+ * older prefix whose text is a beginning of this one is removed if the new one
+ * serves every text that the older one serves. The store receives the text too:
+ * its file reveals what users wrote.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.

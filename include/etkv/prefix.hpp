@@ -46,8 +46,8 @@ class Prefix {
   detail::Handle<etkv_prefix, etkv_prefix_free> handle_;
 };
 
-/// Freezes the contents of a cache. The cache goes on from them; see
-/// etkv_cache_freeze.
+/// Freezes the contents of a cache, and lets the cache continue from the frozen
+/// contents; see etkv_cache_freeze.
 inline Result<Prefix> freeze(Cache& cache) {
   auto frozen =
       detail::ask<etkv_prefix*>([&](etkv_prefix** prefix, etkv_error** error) {

@@ -28,7 +28,7 @@ typedef struct etkv_save_options {
    * the same as "".
    */
   const char* fingerprint;
-  /** Token ids, `n_tokens` of them. etkv does not interpret them. */
+  /** `n_tokens` token ids. etkv does not interpret them. */
   const int64_t* tokens;
   size_t n_tokens;
 } etkv_save_options;

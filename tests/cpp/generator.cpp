@@ -11,8 +11,8 @@ namespace {
 using examples::Generator;
 using examples::Listener;
 
-/// The tokens of an answer: more than a window and a step, so that positions
-/// are dropped.
+/// The number of tokens of an answer: more than a window and a step, so that
+/// positions are dropped.
 constexpr int64_t kLong = 120;
 
 /// A model on a cache of the face's kind.

@@ -234,7 +234,7 @@ void of_recurrent_layers() {
       ETKV_ERROR_INVALID_ARGUMENT,
       "anchors is 65, the maximum is 64");
 
-  // Attention layers are not needed.
+  // A program needs no attention layers.
   auto facts = recurrent();
   facts.set("kv_cache.n_layers", 0)
       .set("kv_cache.n_kv_heads", 0)

@@ -4,7 +4,7 @@
  */
 #include "abi.h"
 
-/* The last arguments of a callback, and the number of calls. */
+/* The arguments of the callback's last call, and the number of its calls. */
 typedef struct {
   int calls;
   etkv_log_level level;

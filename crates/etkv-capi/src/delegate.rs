@@ -14,7 +14,7 @@ use super::handle;
 pub(crate) struct LoadTexts {
     /// The key of the cache to bind.
     pub cache_key: String,
-    /// The rows of logits to return.
+    /// Which rows of logits to return.
     pub logits: String,
     /// The passes that change the program.
     pub passes: String,

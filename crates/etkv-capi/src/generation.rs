@@ -263,7 +263,7 @@ mod inner {
     pub struct Generation {
         generation: Mutex<program::Generation>,
         n_prompts: usize,
-        /// Not under the lock, because a running call holds it.
+        /// The lock is not taken, because a running call holds it.
         cancelled: AtomicBool,
     }
 
@@ -304,7 +304,7 @@ mod inner {
             self.cancelled.load(Ordering::Relaxed)
         }
 
-        /// Waits for other threads, except in the memory callback, where they may wait for this one.
+        /// Waits for other threads, except in the memory callback: there they may wait for this thread.
         fn lock(&self) -> Result<MutexGuard<'_, program::Generation>> {
             match self.generation.try_lock() {
                 Some(generation) => Ok(generation),

@@ -1,4 +1,4 @@
-//! `etkv_prefix`: the frozen contents of a cache. Other caches go on from them.
+//! `etkv_prefix`: the frozen contents of a cache. Other caches continue from these contents.
 
 use etkv_core::{fail, Cache, Prefix, Result, ShareCache};
 

@@ -26,7 +26,7 @@ pub fn dtype_of(scalar_type: i8) -> Result<Dtype> {
     })
 }
 
-/// Bytes of one element.
+/// Returns the number of bytes of one element.
 pub fn item_size(dtype: Dtype) -> usize {
     match dtype {
         Dtype::Bool | Dtype::Uint8 | Dtype::Int8 => 1,

@@ -157,13 +157,13 @@ pub struct ChangeDescription {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[non_exhaustive]
 pub struct LayoutsDescription {
-    /// In the stored order.
+    /// The number of constants in the stored order.
     pub stored: usize,
-    /// Transposed, as a matrix product reads them.
+    /// The number of constants that are transposed, as a matrix product reads them.
     pub transposed: usize,
-    /// In the stored order, read through a transposed view.
+    /// The number of constants in the stored order that are read through a transposed view.
     pub views: usize,
-    /// Not loaded, because nothing uses them.
+    /// The number of constants that are not loaded, because nothing uses them.
     pub absent: usize,
 }
 

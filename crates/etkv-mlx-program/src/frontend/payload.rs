@@ -5,7 +5,8 @@ use flatbuffers::VerifierOptions;
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
 
-/// The bytes of the header: 4 bytes of padding, the magic, and the offset and size of the data after the flatbuffer.
+/// The size of the header in bytes. It has 4 bytes of padding, the magic, and the offset and size of the data after
+/// the flatbuffer.
 const HEADER: usize = 24;
 const MAGIC: &[u8] = b"MLX0";
 /// The newest format that this build reads.
@@ -13,7 +14,8 @@ const MAX_VERSION: u32 = 1;
 
 /// Verifies a payload and returns its program.
 ///
-/// # Errors [`Program`](Status::Program) for a payload that is damaged or foreign, and [`Version`](Status::Version)
+/// # Errors
+/// [`Program`](Status::Program) for a payload that is damaged or foreign, and [`Version`](Status::Version)
 /// for a payload of a newer format.
 pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     if payload.len() < HEADER {

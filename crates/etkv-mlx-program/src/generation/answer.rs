@@ -9,7 +9,7 @@ use etkv::MlxCache;
 pub struct Prompt {
     /// The sequence to continue; 0 in a cache of one sequence.
     pub sequence: i32,
-    /// The tokens after those that the sequence holds, at least one.
+    /// The tokens that follow the tokens in the sequence, at least one.
     pub tokens: Vec<i64>,
 }
 

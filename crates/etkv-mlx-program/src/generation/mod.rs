@@ -61,9 +61,9 @@ impl Default for GenerationOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum End {
-    /// The token ends it.
+    /// The token ends the answer.
     Stop,
-    /// It has the maximum number of tokens.
+    /// The answer has the maximum number of tokens.
     Length,
     /// The cache is full.
     Capacity,

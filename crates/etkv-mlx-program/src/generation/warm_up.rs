@@ -42,7 +42,7 @@ const MAX: i32 = 2048;
 struct WarmStep {
     sequences: Vec<i32>,
     positions: Vec<i32>,
-    /// Whether the step commits, so that the next one follows it.
+    /// Whether the step commits, so that the next step follows it.
     stays: bool,
 }
 
@@ -316,7 +316,7 @@ mod tests {
         use crate::error::{Error, Status};
         use etkv::MlxStore;
 
-        // The budget belongs to the process. The bytes are so many that no cache of another test needs them.
+        // The budget belongs to the process. No cache of another test needs this number of bytes.
         let mut config = CacheConfig::uniform(1, 1, 4, i32::MAX);
         config.growth = Growth::Upfront;
         let budget = MemoryBudget::global();

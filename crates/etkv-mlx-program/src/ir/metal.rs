@@ -27,14 +27,14 @@ pub enum MetalKernel {
     TqDequant {
         /// The dtype of norms and result.
         dtype: Dtype,
-        /// The elements of a vector.
+        /// The number of elements of a vector.
         dim: i32,
     },
     /// `x [..., dim] -> norms [..., 1]`: Euclidean norms, summed in float32.
     TqNorm {
         /// The dtype of vectors and norms.
         dtype: Dtype,
-        /// The elements of a vector.
+        /// The number of elements of a vector.
         dim: i32,
     },
     /// `(x [..., features], weight [outputs, bytes], bias [outputs]?) -> [..., outputs]`: a linear
@@ -46,9 +46,9 @@ pub enum MetalKernel {
         dtype: Dtype,
         /// The dtype of the result.
         out: Dtype,
-        /// The rows of the weight.
+        /// The number of rows of the weight.
         outputs: i32,
-        /// The elements of a row.
+        /// The number of elements of a row.
         features: i32,
     },
     /// `(weight [rows, bytes], indices [...]) -> [..., features]`: rows of GGUF blocks.
@@ -57,9 +57,9 @@ pub enum MetalKernel {
         format: Gguf,
         /// The dtype of the result.
         out: Dtype,
-        /// The elements of a row.
+        /// The number of elements of a row.
         features: i32,
-        /// The rows of the weight, if the kernel specifies them.
+        /// The number of rows of the weight, if the kernel specifies them.
         rows: Option<i32>,
     },
     /// `(q, k [B, T, k_heads, k_dim], v [B, T, v_heads, v_dim], decay, beta [B, T, v_heads],
@@ -68,13 +68,13 @@ pub enum MetalKernel {
     GatedDelta {
         /// The dtype of queries and results.
         dtype: Dtype,
-        /// The elements of a key.
+        /// The number of elements of a key.
         k_dim: i32,
-        /// The elements of a value.
+        /// The number of elements of a value.
         v_dim: i32,
-        /// The heads of queries and keys.
+        /// The number of heads of queries and keys.
         k_heads: i32,
-        /// The heads of values, a multiple of `k_heads`.
+        /// The number of heads of values, a multiple of `k_heads`.
         v_heads: i32,
     },
 }

@@ -10,7 +10,7 @@ use super::Value;
 /// A call of a recurrent layer of the cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RecurrentCall {
-    /// The number of the layer among the recurrent ones.
+    /// The number of the layer among the recurrent layers.
     pub layer: usize,
     /// The sizes that the program declares.
     pub config: RecurrentLayer,

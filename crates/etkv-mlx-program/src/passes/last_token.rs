@@ -18,7 +18,8 @@ use crate::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Va
 /// Removes rows that nothing reads. With `last_only`, the [logits](logits_output) `[1, T, ...]` become `[1, 1, ...]`.
 /// Other outputs keep all rows.
 ///
-/// # Errors [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or the logits are
+/// # Errors
+/// [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or the logits are
 /// not computed row by row.
 pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);

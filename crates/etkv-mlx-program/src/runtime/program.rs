@@ -45,7 +45,7 @@ pub struct LoadedProgram {
     n_ints: u32,
     pub(crate) buffers: Buffers,
     pub(crate) cache: Option<ProgramCache>,
-    /// The rows of logits that the program was loaded for.
+    /// Which rows of logits the program returns, as requested at load.
     pub(crate) logits: LogitsRows,
     /// The index of the logits in the outputs, if any output may be logits.
     logits_at: Option<usize>,

@@ -22,7 +22,8 @@ static SPARE: Mutex<Vec<UnownedStream>> = Mutex::new(Vec::new());
 impl ProgramStream {
     /// Returns a stream that no other program uses.
     ///
-    /// # Errors [`Backend`](etkv::Status::Backend) if MLX cannot create a stream.
+    /// # Errors
+    /// [`Backend`](etkv::Status::Backend) if MLX cannot create a stream.
     pub fn new(mlx: &Mlx) -> Result<Self> {
         if mlx.on_gpu() {
             return Ok(Self(None));

@@ -152,7 +152,7 @@ fn nodes_that_lack_what_they_need_are_refused() {
     }
 }
 
-/// Changes each byte of a payload in some ways: the program runs or is refused.
+/// Changes each byte of a payload in several ways. Each time the program must run or be refused.
 #[test]
 fn damaged_nodes_run_or_are_refused() {
     let session = session();

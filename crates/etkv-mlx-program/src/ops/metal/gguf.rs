@@ -18,7 +18,7 @@ use crate::error::{fail, Result};
 use crate::ir::Gguf;
 use etkv::mlx::{cast, slice_axis};
 
-/// The elements of a super-block.
+/// The number of elements of a super-block.
 pub const BLOCK: i32 = 256;
 
 /// The maximum elements of a weight that are unpacked together. In float32 they take 2 MB on a CPU, and stay in its
@@ -27,7 +27,7 @@ const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 
 impl Gguf {
-    /// The bytes of a super-block.
+    /// Returns the number of bytes of a super-block.
     fn block_bytes(self) -> i32 {
         match self {
             Self::Q4K => 144,

@@ -9,7 +9,7 @@ use crate::ops::frame::Frame;
 use crate::ops::{normalize_axis, OpResult, Pieces};
 use etkv::mlx::{slice_axis, Arrays};
 
-/// The maximum runs of a loop's body.
+/// The maximum number of runs of a loop's body.
 const MAX_RUNS: i32 = 1 << 20;
 
 /// Runs the first chain if `cond` is not 0, else the second.
