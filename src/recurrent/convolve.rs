@@ -131,7 +131,7 @@ fn by_window(
     weight: &Array,
 ) -> Result<Array> {
     let (n, width) = (plan.n_tokens(), weight.dim(0) as usize);
-    // Index 0 is a column of zeros, then come the tokens, then the slots.
+    // Index 0 is a column of zeros. The tokens follow, and then the slots.
     let of_token = |token: usize| 1 + token as i32;
     let mut read: Vec<i32> = Vec::new();
     let mut windows: Vec<i32> = Vec::with_capacity(n * width);
@@ -169,7 +169,7 @@ fn slot_of(row: &RowSource) -> Option<i32> {
 fn expect_slots(slots: Option<&Array>) -> Result<&Array> {
     match slots {
         Some(slots) => Ok(slots),
-        None => fail!(Internal, "a step reads slots, and there are none"),
+        None => fail!(Internal, "cannot read the slots of a step: there are no stored rows"),
     }
 }
 

@@ -9,7 +9,8 @@ use mlx_rs::Array;
 use super::rows::run;
 use crate::error::Result;
 
-/// The number of rows of a part of a block. Within a part, decays of channels are computed for each pair of rows.
+/// The number of rows of a part of a block. Within a part, the decays of all channels are computed for each pair of
+/// rows.
 const PART: usize = 16;
 
 /// Vectors of some tokens, and the cumulative log decays up to each token.
@@ -82,8 +83,8 @@ impl Tokens<'_> {
     /// tokens before it.
     ///
     /// For distant pairs of rows, a channel's decay is the product of two factors: the decay to the last row of the
-    /// row's part, and the decay from there. So only pairs within a part need separate exponentials. Both factors are
-    /// at most 1.
+    /// row's part, and the decay from that row. So only pairs within a part need separate exponentials. Both factors
+    /// are at most 1.
     pub fn own_products(&self, rows: &Keys) -> Result<Array> {
         let n = self.n() as usize;
         if self.sums.dim(-1) == 1 || n <= PART {
@@ -157,9 +158,9 @@ pub fn matrix(n: i32, holds: impl Fn(i32, i32) -> bool) -> Result<Array> {
 /// Returns the inverses of matrices `[..., n, n]` with ones on the diagonal and zeros above it. Only elements of `a`
 /// below the diagonal are read.
 ///
-/// The diagonal blocks are inverted and joined in pairs: `[[A, 0], [C, B]]` has the inverse
-/// `[[A', 0], [-B' C A', B']]`. This is as precise as solving row by row. The powers of `a` would be less so, because
-/// they grow if keys repeat.
+/// The diagonal blocks are inverted and joined in pairs: `[[A, 0], [C, B]]` has the inverse `[[A', 0], [-B' C A',
+/// B']]`. This is as precise as solving row by row. A sum of powers of `a` would be less precise, because they grow
+/// if keys repeat.
 pub fn inverse(a: &Array) -> Result<Array> {
     let n = a.dim(-1);
     let ones = matrix(n, |row, column| row == column)?.as_dtype(a.dtype())?;

@@ -38,12 +38,12 @@ impl Group {
     }
 }
 
-/// A part of a step that can be computed once the earlier parts are.
+/// A part of a step. It can be computed once the earlier parts have been computed.
 #[derive(Debug)]
 pub enum Work {
     /// Groups within a block, computed together.
     Groups(Vec<Group>),
-    /// The chain with this index. It ends in a later block than it begins.
+    /// The chain with this index, which spans several blocks.
     Chain(usize),
     /// The state after a whole block of rows.
     Fold {
@@ -87,12 +87,16 @@ pub fn parts(plan: &RecurrentPlan, most: usize) -> Result<Vec<Work>> {
     }
     pending.flush(&mut parts);
     if made != plan.folds.len() {
-        fail!(Internal, "{} anchors are planned, but {made} are computed", plan.folds.len());
+        fail!(
+            Internal,
+            "expected the chains to compute the {} planned anchors, but they compute {made}",
+            plan.folds.len()
+        );
     }
     Ok(parts)
 }
 
-/// Checks the anchor and the folds of a chain, if `made` folds are computed before it.
+/// Checks the anchor and the folds of a chain. `made` is the number of folds that are computed before it.
 fn check(chain: &Chain, made: usize) -> Result<()> {
     let block = chain.position.checked_sub(chain.base).filter(|n| (0..=BLOCK).contains(n));
     let is_boundary = chain.base >= 0 && chain.base % BLOCK == 0;
@@ -120,7 +124,7 @@ fn check(chain: &Chain, made: usize) -> Result<()> {
     Ok(())
 }
 
-/// Groups whose states and rows are known, but not yet their results.
+/// Groups whose states and rows are known, but whose results are not computed yet.
 #[derive(Default)]
 struct Pending {
     groups: Vec<Group>,
@@ -168,8 +172,8 @@ impl Pending {
         }
     }
 
-    /// Returns the group of a chain that starts from `anchor` and sees `rows`, and the token of the group that the
-    /// chain follows.
+    /// Returns the group of a chain that starts from `anchor` and sees `rows`. Also returns the token of this group
+    /// that the chain follows.
     fn group(&self, anchor: AnchorSource, rows: &[RowSource]) -> Option<(usize, Option<usize>)> {
         let of = |row: &RowSource| match row {
             RowSource::Token(token) => self.of.get(token).copied(),

@@ -1,9 +1,9 @@
 //! Recurrent layers of a step: causal convolutions, and linear recurrences with or without the delta rule.
 //!
 //! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) contains the rows that precede each token, and
-//! the anchors from which a recurrence starts. MLX's operations compute in float32 on whole arrays: few operations
-//! for a token, and for a long text matrix products over its blocks. MLX chooses the order of sums, so results differ
-//! by rounding errors if a text is split into steps differently. On a GPU with matrix units MLX rounds the factors of
+//! the anchors from which a recurrence starts. MLX's operations compute in float32 on whole arrays. A token needs few
+//! operations. A long text needs matrix products over its blocks. MLX chooses the order of sums, so results differ by
+//! rounding errors if a text is split into steps differently. On a GPU with matrix units MLX rounds the factors of
 //! float32 products to TF32, unless `MLX_ENABLE_TF32` is 0.
 
 mod blocks;

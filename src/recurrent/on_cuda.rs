@@ -20,9 +20,10 @@ use crate::mlx::{array_of, on_device};
 /// A plan as the kernels read it. The layers of a step share it.
 struct PlanArrays {
     plan: Arc<RecurrentPlan>,
-    /// The columns before each token and the number of slots that they need, for each width of a convolution.
+    /// For each width of a convolution, the columns before each token, and the number of slots that a buffer of these
+    /// columns needs.
     before: Vec<(i32, Array, i32)>,
-    /// The groups, once a scan has needed them; `Some(None)` if the kernel does not support them.
+    /// The groups, set by the first scan; `Some(None)` if the kernel does not support them.
     groups: Option<Option<Groups>>,
 }
 
@@ -218,7 +219,7 @@ struct Described {
     n_anchors: i32,
 }
 
-/// Encodes a plan. Returns `None` unless all tokens follow rows in slots, in groups of a few.
+/// Encodes a plan. Returns `None` unless all rows before the tokens are in slots and all groups are small.
 fn described(plan: &RecurrentPlan) -> Result<Option<Described>> {
     let mut all: Vec<Group> = Vec::new();
     let mut folds = Vec::new();

@@ -38,7 +38,7 @@ pub fn stored<'a>(
 pub fn take(array: &Array, indices: &[i32], axis: usize) -> Result<Array> {
     let n = array.shape().get(axis).copied().unwrap_or(0);
     if let Some(index) = indices.iter().find(|&index| !(0..n).contains(index)) {
-        fail!(Internal, "row {index} of {n} does not exist");
+        fail!(Internal, "cannot read row {index} of {n} rows");
     }
     let first = indices.first().copied().unwrap_or(0);
     if indices.iter().zip(first..).all(|(&index, expected)| index == expected) {
@@ -69,7 +69,8 @@ pub fn stored_tokens(plan: &RecurrentPlan) -> Vec<i32> {
     plan.stored.iter().map(|&token| token as i32).collect()
 }
 
-/// Checks that the chains of a plan cover its tokens in order, and read only stored rows or earlier tokens.
+/// Checks that the chains of a plan cover the plan's tokens in order, and that they read only stored rows or earlier
+/// tokens.
 ///
 /// # Errors
 /// [`Internal`](crate::Status::Internal) if a chain reads tokens that do not precede it.

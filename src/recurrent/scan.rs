@@ -11,10 +11,10 @@ use crate::error::{fail, Result};
 use crate::kernels::recurrent::Stored;
 use crate::mlx::cast;
 
-/// Lower log decays are clamped to this bound. Its decay is close to 0.
+/// Lower log decays are clamped to this bound. The decay at this bound is close to 0.
 const MIN_LOG_DECAY: f32 = -88.0;
 
-/// The maximum number of tokens of a chain for which decays of channels are computed for each pair of tokens.
+/// The maximum number of tokens of a chain for which the decays of all channels are computed for each pair of tokens.
 const MAX_PAIRS: usize = 16;
 
 /// The inputs of a step of `T` tokens. Their dtypes may differ.
@@ -41,7 +41,7 @@ pub struct ScanInputs<'a> {
 /// ```
 ///
 /// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype` or, if that is `None`, in the dtype of `q`, and the
-/// rows and anchors that the plan stores. A log decay below -88 is clamped to -88, whose decay is close to 0.
+/// rows and anchors that the plan stores. A log decay below -88 is clamped to -88, for which the decay is close to 0.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers
@@ -96,7 +96,7 @@ pub struct Sizes {
     pub share: i32,
     pub k_dim: i32,
     pub v_dim: i32,
-    /// 1, or `k_dim` if each channel has a decay.
+    /// The number of decays of a head: 1, or `k_dim` if each channel has a decay.
     pub decays: i32,
     pub delta: bool,
 }
@@ -115,7 +115,7 @@ impl Sizes {
         if k_heads < 1 || heads < 1 || heads % k_heads != 0 || k_dim < 1 || v_dim < 1 {
             fail!(
                 Shape,
-                "expected heads that are a multiple of the keys' and dims of at least 1, got {heads} \
+                "expected heads that are a multiple of the keys' heads, and dims of at least 1, got {heads} \
                  heads, {k_heads} of keys, dims {k_dim} and {v_dim}"
             );
         }
@@ -206,7 +206,7 @@ pub struct Before {
 }
 
 impl Step<'_> {
-    /// Returns these rows in the given order, except that rows in slots come first.
+    /// Returns these rows: first the rows that are in slots, then all others, each in the given order.
     pub fn rows(&self, rows: &[RowSource]) -> Result<Before> {
         let (mut slots, mut tokens) = (Vec::new(), Vec::new());
         for row in rows {
@@ -220,7 +220,7 @@ impl Step<'_> {
         if !slots.is_empty() {
             let (Some(all_keys), Some(all_updates)) = (self.stored.keys, self.stored.updates)
             else {
-                fail!(Internal, "a step reads slots, and there are none");
+                fail!(Internal, "cannot read the slots of a step: there are no stored rows");
             };
             keys.push(take(all_keys, &slots, 2)?.reshape(&[k_heads, -1, k_dim])?);
             let shape = [self.sizes.heads(), -1, self.sizes.row()];
@@ -246,14 +246,17 @@ impl Step<'_> {
             AnchorSource::Zero => Ok(None),
             AnchorSource::Slot(slot) => {
                 let Some(anchors) = self.stored.anchors else {
-                    fail!(Internal, "a step reads an anchor, and there are none");
+                    fail!(
+                        Internal,
+                        "cannot read the anchor of a step: there are no stored anchors"
+                    );
                 };
                 let state = take(anchors, &[slot], 2)?;
                 Ok(Some(state.reshape(&[k_heads, share, k_dim, v_dim])?))
             }
             AnchorSource::Fold(fold) => match self.folds.get(fold) {
                 Some(state) => Ok(Some(state.clone())),
-                None => fail!(Internal, "fold {fold} is read before it is computed"),
+                None => fail!(Internal, "cannot read fold {fold} before it is computed"),
             },
         }
     }
@@ -261,7 +264,7 @@ impl Step<'_> {
     /// Adds the next fold of the plan, a state `[k_heads, share, k_dim, v_dim]`. `fold` is its index.
     pub fn add_fold(&mut self, fold: usize, state: Array) -> Result<()> {
         if fold != self.folds.len() {
-            fail!(Internal, "fold {fold} is computed after {} others", self.folds.len());
+            fail!(Internal, "expected fold {}, got fold {fold}", self.folds.len());
         }
         self.folds.push(state);
         Ok(())

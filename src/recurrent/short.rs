@@ -1,4 +1,4 @@
-//! Tokens within a block: one token after its rows, several tokens, or a tree, of several sequences at once.
+//! Tokens within a block: one token, several tokens, or a tree. Several sequences are computed at once.
 
 use etkv_core::bookkeeping::RowSource;
 use mlx_rs::ops::{addmm, concatenate, select};
@@ -27,7 +27,7 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
     let before = batch.before(step, groups)?;
     let sums = batch.sums(groups, g, before.as_ref().map(|before| &before.sums))?;
 
-    // Queries read the state and the rows. With the delta rule, keys read them too.
+    // Queries read the state and the rows. With the delta rule, keys read the state and the rows too.
     let vectors = if sizes.delta { concatenate(&[&q, &k], -2)? } else { q.clone() };
     let n_kinds = if sizes.delta { 2 } else { 1 };
     let reading = Tokens { vectors: &vectors, n_kinds, sums: &sums };
@@ -45,7 +45,7 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
     };
     let seen_by_q = read.as_ref().map(|read| kind(read, 0)).transpose()?;
 
-    // The weights of the updates of the step's tokens for each token. A token's own update is not decayed.
+    // For each token, the weights of the updates of the step's tokens. A token's own update is not decayed.
     let own = match batch.n {
         1 => q.matmul(k.swap_axes(-1, -2)?)?,
         _ => {
@@ -78,12 +78,12 @@ fn plus_product(sum: Option<Array>, a: &Array, b: &Array) -> Result<Array> {
     }
 }
 
-/// Groups side by side, padded to the number of tokens and rows of the longest.
+/// Groups side by side. They are padded to the number of tokens and of rows of the longest group.
 struct Batch {
     size: usize,
     /// The number of tokens of a group.
     n: usize,
-    /// The number of rows before them.
+    /// The number of rows before the tokens of a group.
     n_rows: usize,
     /// The index of each token, group by group. Padding repeats a token of its group.
     tokens: Vec<i32>,

@@ -37,12 +37,13 @@ pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
 /// Returns the E2M1 codes nearest to `values` in float32, ties to even. Magnitudes above 6 are clamped to 6.
 pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     let size = values.abs()?;
-    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is the right one.
+    // Steps are 0.5 for magnitudes up to 2, 1 up to 4, and 2 up to 6. The smallest of the three rounded magnitudes is
+    // the right one.
     let by_half = size.multiply(Array::from_f32(2.0))?.round(None)?;
     let by_one = size.round(None)?.add(Array::from_f32(2.0))?;
     let by_two = size.multiply(Array::from_f32(0.5))?.round(None)?.add(Array::from_f32(4.0))?;
     let code = minimum(minimum(by_half, by_one)?, minimum(by_two, Array::from_f32(7.0))?)?;
-    // The integer of a NaN is undefined, so it is masked: the other codes in the word must not change.
+    // A NaN converts to an undefined integer. It is masked, so that the other codes in the word do not change.
     let code = and(&cast(&code, Dtype::Uint32)?, &Array::from_slice(&[7u32], &[1]))?;
     let negative = cast(&values.lt(Array::from_f32(0.0))?, Dtype::Uint32)?;
     or(&code, &shl(&negative, &Array::from_slice(&[3u32], &[1]))?)
@@ -60,8 +61,8 @@ pub(super) fn from_e4m3(codes: &Array) -> Result<Array> {
     bits_to_f32(codes, [0x7f, 7], [0x80, 8], 256.0)
 }
 
-/// Moves exponent and mantissa, and the sign, to their bits of a float16. `size` and `sign` are a mask and a shift
-/// each.
+/// Moves exponent and mantissa, and the sign, to their bits of a float16. `size` and `sign` are each a mask and a
+/// shift.
 fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Result<Array> {
     let codes = cast(codes, Dtype::Uint16)?;
     let moved = |[mask, by]: [u16; 2]| {
@@ -74,14 +75,14 @@ fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Res
 
 /// Computes the E8M0 scales of blocks whose largest magnitudes are `peaks`, in float32. Elements have magnitudes up
 /// to 1.75 times 2^`top`, such as 7 and 448. The scale is the smallest power of two with which the peak is within
-/// that limit. The largest E2M1 value is 6, but a scaled peak of up to 7 is still nearer to 6 than to the 8 of the
-/// next power. On normal rows the error is 3 % less than with the rule of the microscaling standard, and 8 % less
-/// than with MLX's.
+/// that limit. The largest E2M1 value is 6, but a scaled peak of at most 7 is still nearer to 6 than to 8, the first
+/// value at which the next power of two begins. On normally distributed rows, the error is 3 % less than with the
+/// rule of the microscaling standard, and 8 % less than with MLX's rule.
 ///
 /// Returns the codes, and the inverses of the scales in float32.
 pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {
     let word = |value: u32| Array::from_slice(&[value], &[1]);
-    // The exponent is one more if the mantissa is above 1.75.
+    // The exponent is greater by one if the mantissa is above 1.75.
     let bits = peaks.view_dtype(Dtype::Uint32)?.add(word(0x001f_ffff))?;
     let exponent = shr(&bits, &word(23))?;
     // The upper bound of the scale keeps the largest element finite.

@@ -14,9 +14,10 @@ use crate::mlx::{self, cast};
 
 /// Block floats in MLX's layouts.
 ///
-/// In mxfp8 and mxfp4 scales are powers of two, over the whole range of float32. The error of an element is at most
-/// 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4 and nvfp4. In nvfp4 a scale is an E4M3 number:
-/// values above 2688 (6 times the largest scale) are stored as the nearest value, and blocks below 0.006 as zeros.
+/// In mxfp8 and mxfp4, scales are powers of two that cover the whole range of float32. The error of an element is at
+/// most 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4 and nvfp4. In nvfp4 a scale is an E4M3
+/// number: values above 2688 (6 times the largest scale) are stored as the nearest value, and blocks below 0.006 as
+/// zeros.
 pub(super) struct BlockFloat {
     layout: Layout,
     head_dim: i32,
@@ -53,8 +54,8 @@ impl BlockFloat {
         })
     }
 
-    /// Returns whether rows are unpacked in blocks: MLX's CPU build unpacks E4M3 by arithmetic for every row that it
-    /// multiplies, which takes eight times as long as the other layouts.
+    /// Returns whether rows are unpacked in blocks. In a product on the CPU, MLX would unpack E4M3 by arithmetic for
+    /// every row that it multiplies. This takes eight times as long as with the other layouts.
     fn in_blocks(&self) -> Result<bool> {
         Ok(self.layout == Layout::Mxfp8 && !mlx::on_gpu()?)
     }
@@ -112,7 +113,7 @@ impl Codec for BlockFloat {
         if mlx::on_gpu()? {
             return self.packed(parts)?.unpacked(dtype);
         }
-        // MLX's CPU build composes this from other operations, which refuse some head_dims.
+        // MLX's CPU build composes this operation from others, which refuse some head_dims.
         let [codes, scales] = exactly::<2>(parts)?;
         let steps = match self.layout {
             Layout::Mxfp8 => from_e4m3(&codes.view_dtype(Dtype::Uint8)?)?,

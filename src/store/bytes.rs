@@ -1,5 +1,4 @@
-//! The bytes of a pool's planes, for files. In a file the order is slots, then heads; in the buffers it is heads,
-//! then slots.
+//! The bytes of a pool's planes, for files. The outer axis is the slots in a file, and the heads in the buffers.
 
 use mlx_rs::transforms::eval;
 

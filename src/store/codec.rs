@@ -38,8 +38,8 @@ pub trait Codec: Send + Sync {
     }
 
     /// Returns the products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, with every row of
-    /// these planes: `[1, n_kv_heads, m, n]`. A format that has no product over packed rows unpacks rows in blocks of
-    /// a constant number of bytes.
+    /// these planes: `[1, n_kv_heads, m, n]`. If a format has no product over packed rows, it unpacks rows in blocks
+    /// of a constant number of bytes.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -71,9 +71,9 @@ pub(super) const F16_MAX: f32 = 65504.0;
 /// a time.
 pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
-/// The bytes of rows that are unpacked at a time, about the size of a CPU's caches.
+/// The number of bytes of a block of unpacked rows, about the size of a CPU's caches.
 const CPU_BLOCK: i64 = 4 << 20;
-/// The bytes of rows that are unpacked at a time on a GPU, which waits for each block.
+/// The number of bytes of a block of unpacked rows on a GPU, which waits for each block.
 const GPU_BLOCK: i64 = 32 << 20;
 
 /// Returns the numbers of KV heads and of slots of some planes.
@@ -89,7 +89,7 @@ fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     Ok((block / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32)
 }
 
-/// Returns ranges of rows to unpack at a time. Rows that are stored in `dtype` are not unpacked, so they are one
+/// Returns the blocks of rows to unpack, as ranges. Rows that are stored in `dtype` are not unpacked, so they are one
 /// block.
 fn blocks<C: Codec + ?Sized>(
     codec: &C,
@@ -132,7 +132,7 @@ pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
         scores.push(part);
     }
     match scores.len() {
-        0 => fail!(Internal, "attention over no rows"),
+        0 => fail!(Internal, "expected at least 1 row to attend to, got none"),
         1 => Ok(scores.swap_remove(0)),
         _ => Ok(concatenate(&scores, -1)?),
     }
@@ -160,6 +160,6 @@ pub(super) fn weighted_in_blocks<C: Codec + ?Sized>(
     }
     match sum {
         Some(sum) => Ok(sum),
-        None => fail!(Internal, "attention over no rows"),
+        None => fail!(Internal, "expected at least 1 row to attend to, got none"),
     }
 }

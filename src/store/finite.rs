@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::kernels;
 use crate::mlx::{self, cast};
 
-/// The maximum number of tokens of a step whose values are kept until it ends. For the longer steps of a prompt, that
-/// would take the memory of all layers at once, so these values are checked layer by layer.
+/// The maximum number of tokens of a step whose values are kept until the step ends. Longer steps of a prompt would
+/// need memory for the values of all layers at once, so their values are checked layer by layer.
 const MAX_KEPT: i32 = 64;
 
 /// The watched writes of one step.
@@ -38,7 +38,7 @@ struct Flag {
 enum Numbers {
     /// One number, which is 0 if all values are finite.
     Together(Array),
-    /// A number for each write, which is 0 if its values are finite.
+    /// A number for each write: 0 if the values of the write are finite.
     Each(Array),
 }
 
@@ -138,7 +138,7 @@ impl Finite {
         let zero = match &flag.numbers {
             Numbers::Each(each) => {
                 let numbers = mlx::elements::<u32>(each).unwrap_or_default();
-                // A flag that cannot be read may mean anything.
+                // If a flag cannot be read, its values may or may not be finite.
                 let is_bad = |at: &usize| numbers.get(*at).is_none_or(|&number| number != 0);
                 return (0..flag.writes.len()).find(is_bad).map(|at| flag.writes[at]);
             }
@@ -156,7 +156,7 @@ impl Finite {
         found.or(flag.writes.first().copied())
     }
 
-    /// Forgets all writes.
+    /// Drops the records of all writes.
     pub fn clear(&mut self) {
         self.writes.clear();
         self.flags.get_mut().clear();
@@ -166,7 +166,7 @@ impl Finite {
 /// Returns a number that is 0 if all of these values are finite as stored: 0 times any other value is NaN.
 fn zero_if(values: &Array, stored: Dtype) -> Result<Array> {
     let stored = cast(values, stored)?;
-    // Made in the dtype, because a conversion would be another kernel launch.
+    // The zero is created in the values' dtype, because a conversion would be another kernel launch.
     let zero = match stored.dtype() {
         Dtype::Float16 => Array::from_slice(&[f16::ZERO], &[1]),
         Dtype::Bfloat16 => Array::from_slice(&[bf16::ZERO], &[1]),

@@ -14,7 +14,7 @@ use crate::mlx::slice_axis;
 pub(super) struct First {
     /// The codec of the whole rows.
     pub whole: Arc<dyn Codec>,
-    /// The number of elements, at most those of a whole row.
+    /// The number of first elements, at most the elements of a whole row.
     pub elements: i32,
 }
 
@@ -38,7 +38,7 @@ impl Codec for First {
     }
 
     fn encode(&self, _rows: &Array) -> Result<Parts> {
-        fail!(Internal, "the first elements of rows cannot be written")
+        fail!(Internal, "cannot write only the first elements of rows")
     }
 
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {

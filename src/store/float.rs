@@ -1,4 +1,4 @@
-//! Rows in float32, float16 or bfloat16. Their only plane is the rows.
+//! Rows in float32, float16 or bfloat16. They have a single plane: the rows themselves.
 
 use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;

@@ -16,7 +16,7 @@ use crate::format::KvFormat;
 pub struct KvView {
     pub(super) codec: Arc<dyn Codec>,
     pub(super) parts: Parts,
-    /// Whether these are values that are stored as the first elements of the keys.
+    /// Whether the rows are values that are stored as the first elements of the keys.
     pub(super) in_keys: bool,
 }
 
@@ -27,7 +27,7 @@ impl KvView {
         Self { codec, parts: self.parts.clone(), in_keys: true }
     }
 
-    /// Returns whether these are values that are stored as the first elements of the step's keys.
+    /// Returns whether the rows are values that are stored as the first elements of the step's keys.
     pub(crate) fn is_in_keys(&self) -> bool {
         self.in_keys
     }

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::mlx;
 
 /// The minimum number of elements of a mask that a GPU computes from its runs. For smaller masks, filling and copying
-/// the bytes on the host costs no more than these few launches.
+/// the bytes on the host costs no more than the few launches on the GPU.
 const MIN: usize = 1 << 18;
 
 /// The maximum number of elements of each of three temporary arrays, which have an element for each query, slot and
@@ -37,7 +37,7 @@ fn of_bytes(mask: &MaskRuns) -> Result<Array> {
     // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, which is how MLX stores
     // booleans.
     let mask = unsafe { mlx::host_array(&bytes, &shape, Dtype::Bool) }?;
-    // Every layer reads the mask.
+    // The mask is copied to the device, because every layer reads it.
     mlx::on_device(&mask)
 }
 
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn runs_make_the_array_that_bytes_make() {
         mlx::run(|| {
-            // Cells in one run, in two, and in five.
+            // The cells are in one run, in two runs, and in five runs.
             let mut book = CellsBookkeeping::new(100, []);
             append(&mut book, &[0; 4], &[0, 1, 2, 3]);
             append(&mut book, &[1; 3], &[0, 1, 2]);

@@ -31,8 +31,8 @@ pub struct MlxStore {
     pending: Cell<bool>,
 }
 
-/// The maximum number of rows that are moved in all layers at once, such as a chain of a tree. For so few rows,
-/// starting the work of each layer and waiting for it takes longer on a GPU than moving the rows.
+/// The maximum number of rows that are moved in all layers at once, such as a chain of a tree. On a GPU, starting the
+/// work of each layer and waiting for it takes longer than moving so few rows.
 const FEW_ROWS: usize = 64;
 
 /// Copies of the rows that a step overwrites and an abort restores: the layer, the slots, and their keys and values.
@@ -118,8 +118,8 @@ impl MlxStore {
         Ok(())
     }
 
-    /// Returns a new pool for each pool whose format changes, in order, and `None` for the others. Those keep their
-    /// rows, and grow to the requested slots.
+    /// Returns a new pool for each pool whose format changes, in order, and `None` for the others. The other pools
+    /// keep their rows, and grow to the requested slots.
     fn cleared(
         &mut self,
         formats: [KvFormat; 2],
@@ -168,7 +168,7 @@ impl MlxStore {
 }
 
 /// Returns whether a pool copies its frozen rows to its own buffers immediately. Captured steps on CUDA read whole
-/// buffers by address, which saves more time than the copy on the device takes.
+/// buffers by address. They save more time than the copy on the device takes.
 fn copies_frozen() -> error::Result<bool> {
     Ok(cfg!(target_os = "linux") && mlx::on_gpu()?)
 }
@@ -242,7 +242,7 @@ impl Store for MlxStore {
         self.pending.set(true);
         let [keys, values] = &mut self.pools[layer];
         keys.write(slots, k)?;
-        // A layer without separate values has them in the keys.
+        // A layer without a second buffer has its values in the keys.
         let (pool, watched) = match v {
             Some(v) => {
                 values.write(slots, v)?;
@@ -342,7 +342,7 @@ impl Store for MlxStore {
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let _held = mlx::hold();
         let fresh = self.cleared(formats, slots)?;
-        // Nothing can fail from here on.
+        // Nothing below can fail.
         self.end();
         for (pool, fresh) in self.pools.iter_mut().flatten().zip(fresh) {
             if let Some(fresh) = fresh {
@@ -373,7 +373,7 @@ impl Store for MlxStore {
             for (pools, &end) in self.pools.iter_mut().zip(slots) {
                 pools.iter_mut().try_for_each(|pool| pool.freeze(end, anew))?;
             }
-            // No error is possible from here on. If an error occurred earlier, the frozen rows still belong to this
+            // No error is possible below. If an error occurred earlier, the frozen rows still belong to this
             // store alone.
             let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
                 pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
@@ -383,7 +383,7 @@ impl Store for MlxStore {
                 // If there is no memory for a copy, the pool continues to read the frozen rows.
                 let copied = self.pools.iter_mut().flatten().try_for_each(|pool| pool.own());
                 if let Err(error) = copied {
-                    debug!(target: TARGET, %error, "a cache reads the rows that it has frozen");
+                    debug!(target: TARGET, %error, "the rows are frozen, and the cache continues to read them in place");
                 }
             }
             Ok(frozen)
@@ -395,7 +395,7 @@ impl Store for MlxStore {
         if frozen.0.len() != self.pools.len() {
             fail!(
                 Internal,
-                "frozen rows of {} layers for a store of {}",
+                "expected frozen rows of {1} layers, got {0}",
                 frozen.0.len(),
                 self.pools.len()
             );
@@ -404,7 +404,7 @@ impl Store for MlxStore {
             self.pools.iter_mut().flatten().zip(frozen.0.iter().flatten())
         {
             if pool.format() != *format {
-                fail!(Internal, "frozen rows of {format} for a pool of {}", pool.format());
+                fail!(Internal, "expected frozen rows of {}, got {format}", pool.format());
             }
             pool.attach(pieces)?;
         }

@@ -84,7 +84,7 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn copy(&self, slots: &Slots) -> Result<StoredRows>;
 
-    /// Writes copies to these slots, which must be as many as were copied.
+    /// Writes copies to these slots. The numbers of slots and of copies must be equal.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -104,7 +104,7 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn blank(&mut self, slots: &Slots) -> Result<()>;
 
-    /// Returns the number of frozen slots, which come first. The buffers begin after them.
+    /// Returns the number of frozen slots. These are the first slots, and the buffers begin after them.
     fn base(&self) -> i32;
 
     /// Returns the number of first slots that other pools may read too.
@@ -132,7 +132,7 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     fn own(&mut self) -> Result<()>;
 
-    /// Returns the buffers, for evaluation. Frozen rows are not in them.
+    /// Returns the buffers, for evaluation. They do not contain frozen rows.
     fn buffers(&self) -> Vec<&Array>;
 
     /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay.
@@ -186,9 +186,9 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
 /// The number of slots that are converted at a time.
 const CONVERTED_SLOTS: i32 = 1024;
 
-/// Converts a pool's rows to another format. Slots from `used` on become zero.
+/// Converts a pool's rows to another format. Slots at or after `used` become zero.
 ///
-/// Unpacks 1024 slots at a time. Both pools are in memory until the last rows are evaluated.
+/// Unpacks 1024 slots at a time. The old and the new pool are both in memory until the last rows are evaluated.
 ///
 /// # Errors
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the rows do not fit the format.

@@ -1,4 +1,4 @@
-//! MLX's packed layouts. Only this module multiplies and unpacks them.
+//! MLX's packed layouts. Only this module multiplies and unpacks packed rows.
 
 use std::ffi::CStr;
 
@@ -61,12 +61,13 @@ impl Layout {
     }
 
     /// Returns the maximum number of rows for each KV head for which the packed product is faster than unpacking. At
-    /// this number both take the same time on two x86-64 cores, by the table of `cargo bench --bench products` in
-    /// docs/performance.md. Codes of 3 and 5 bits cross bytes, so each is unpacked separately for every row.
+    /// this number of rows, both take the same time on two x86-64 cores; see the table of `cargo bench --bench
+    /// products` in docs/performance.md. Codes of 3 and 5 bits cross bytes, so each code is unpacked separately for
+    /// every row.
     ///
-    /// On CUDA unpacking is faster for any number of rows, and MLX takes 16 to 59 s to compile its kernels for packed
-    /// products. On an H200, with 8 KV heads of 4 bits, a token of 32 heads over 2,000 slots took 0.09 ms packed and
-    /// 0.03 ms unpacked; over 32,000 slots it took 0.60 and 0.13 ms. Metal was not measured.
+    /// On CUDA, unpacking is faster for any number of rows. MLX also takes 16 to 59 s to compile its kernels for
+    /// packed products. On an H200, with 8 KV heads of 4 bits, a token of 32 heads over 2,000 slots took 0.09 ms
+    /// packed and 0.03 ms unpacked; over 32,000 slots it took 0.60 and 0.13 ms. Metal was not measured.
     pub fn max_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? && cfg!(target_os = "macos") => 32,
@@ -80,8 +81,8 @@ impl Layout {
 }
 
 impl PackedRows {
-    /// Returns the product of `x` with the rows: of `[1, n_kv_heads, m, head_dim]` with the transposed rows if
-    /// `transposed`, or else of `[1, n_kv_heads, m, n]` with the rows.
+    /// Returns the product of `x` with the rows. If `transposed`, `x` is `[1, n_kv_heads, m, head_dim]` and the rows
+    /// are transposed. Otherwise `x` is `[1, n_kv_heads, m, n]`.
     ///
     /// MLX copies codes unless their rows are contiguous across all heads. A range of slots is contiguous only within
     /// a head. So a large range is multiplied head by head, without a copy.
@@ -168,8 +169,8 @@ impl PackedRows {
     /// Returns the same codes in a layout that the device can multiply.
     ///
     /// On CUDA, MLX 0.32.2 has kernels only for codes with contiguous rows, and throws for others. So a range of
-    /// slots of several heads is copied; a single head is not. MLX's kernel for one group a row gives wrong results
-    /// for several rows of 8 bits, so a single group is split into two with the same scale.
+    /// slots of several heads is copied; a single head is not. MLX's kernel for rows of one group gives wrong results
+    /// for several rows of 8 bits, so a single group is split into two groups with the same scale.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
@@ -185,14 +186,14 @@ impl PackedRows {
         if fit.codes.dim(1) > 1 {
             fit.codes = fit.codes.contiguous()?;
         }
-        // Needed even if one scale is repeated or broadcast.
+        // This copy is needed even if one scale is repeated or broadcast.
         fit.scales = fit.scales.contiguous()?;
         fit.offsets = fit.offsets.as_ref().map(Array::contiguous).transpose()?;
         Ok(fit)
     }
 }
 
-/// The maximum bytes of codes for which a copy is cheaper than a product for each head, on the CPU.
+/// The maximum number of bytes of codes for which, on the CPU, one copy is cheaper than a product for each head.
 const CPU_COPIED: usize = 64 << 10;
 /// The same limit on a GPU.
 const GPU_COPIED: usize = 1 << 20;
@@ -201,6 +202,6 @@ const GPU_COPIED: usize = 1 << 20;
 pub(super) fn exactly<const N: usize>(parts: &[Array]) -> Result<&[Array; N]> {
     match parts.try_into() {
         Ok(planes) => Ok(planes),
-        Err(_) => fail!(Internal, "{} planes of rows that have {N}", parts.len()),
+        Err(_) => fail!(Internal, "expected {N} planes of rows, got {}", parts.len()),
     }
 }

@@ -23,14 +23,14 @@ pub(crate) const SLOTS: usize = 2;
 pub(crate) const HEADS: usize = 1;
 
 /// The maximum number of runs of slots that are written one by one on the CPU. More runs are written by a scatter,
-/// which moves one row of one head at a time. On a GPU each run is a kernel launch, and a scatter of all runs is a
-/// single one.
+/// which moves the row of each head separately. On a GPU, each run is a kernel launch, and a scatter of all runs is a
+/// single launch.
 const MAX_RUNS: usize = 8;
 
 /// One plane of a row: codes, scales or offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plane {
-    /// Elements in each row.
+    /// The number of elements in each row.
     pub width: i32,
     /// The dtype of the elements.
     pub dtype: Dtype,
@@ -65,7 +65,7 @@ pub(super) struct Planes {
     /// One buffer for each plane, or none if the pool has no slots. There are no other handles of the buffers, so
     /// writes happen in place.
     pub(super) buffers: Parts,
-    /// The frozen rows of the first slots. The first slot of the buffers follows them.
+    /// The frozen rows of the first slots. The first slot of the buffers follows these slots.
     pub(super) pieces: Vec<Piece>,
     /// The number of first slots that other pools may read too.
     pub(super) shared: i32,
@@ -116,13 +116,13 @@ impl Planes {
             .map(|(at, plane)| {
                 let zeros = self.zeros(plane, slots)?;
                 match self.buffers.get(at) {
-                    // Copies into the zeros, in place. Joining two arrays would need memory for a third.
+                    // Copies into the zeros, in place. Joining two arrays would need memory for a third array.
                     Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
                     None => Ok(zeros),
                 }
             })
             .collect::<Result<Parts>>()?;
-        // Evaluates now, while the old buffers exist, so that they remain if this fails.
+        // Evaluates now, while the old buffers exist. If this fails, the old buffers remain.
         eval(&grown)?;
         self.buffers = grown;
         Ok(())
@@ -192,7 +192,11 @@ impl Planes {
     /// Returns the slots from `start` to `stop`: views if they are in one region, otherwise joined copies.
     pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
         if start < 0 || stop < start || stop > self.slots() || self.slots() == 0 {
-            fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
+            fail!(
+                Internal,
+                "cannot read slots {start} to {stop} of a pool of {} slots",
+                self.slots()
+            );
         }
         (0..self.layout.len()).map(|plane| self.range(plane, start, stop)).collect()
     }
@@ -200,7 +204,12 @@ impl Planes {
     /// Returns copies of these slots, which are not evaluated yet.
     pub fn copy(&self, slots: &Slots) -> Result<Parts> {
         if slots.is_empty() || slots.end() > self.slots() {
-            fail!(Internal, "slots up to {} of a pool of {} are copied", slots.end(), self.slots());
+            fail!(
+                Internal,
+                "cannot copy slots up to {} of a pool of {} slots",
+                slots.end(),
+                self.slots()
+            );
         }
         let copy = |plane| match slots {
             Slots::Run(_) => Ok(self.taken(plane, slots)?.contiguous()?),
@@ -210,7 +219,7 @@ impl Planes {
     }
 }
 
-/// The maximum number of slots of a list whose array is kept. Lists of steps are shorter.
+/// The maximum number of slots in a list whose array is kept. The lists of most steps are shorter.
 const MAX_KEPT: usize = 4096;
 
 /// Returns slots as an array. All planes of all layers use the same slots in a step, so the last array is kept on the
@@ -236,8 +245,8 @@ pub(super) fn indices(list: &[i32]) -> Result<Array> {
 /// Returns a plane's buffer with rows written to these slots, which are numbered from the start of the buffer.
 pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<Array> {
     match slots {
-        // If rows replace a whole buffer, MLX would use them as the buffer, with their strides. Their slots would
-        // then come before their heads.
+        // If rows replace a whole buffer, MLX would use these rows as the buffer, with their strides. The axis of the
+        // slots would then come before the heads.
         Slots::Run(run) if run.end - run.start == buffer.dim(SLOTS as i32) => {
             update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
         }
@@ -269,7 +278,7 @@ pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<
     Ok(buffer)
 }
 
-/// Returns the runs of consecutive slots in `list`: the index at which each begins, and its length.
+/// Returns the runs of consecutive slots in `list`: for each run, the index at which it begins, and its length.
 fn runs(list: &[i32]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (at, &slot) in list.iter().enumerate() {

@@ -23,9 +23,9 @@ pub(super) enum Element {
 
 /// Rows of 4-bit codes and a scale. A word of 32 bits has eight codes, the first in the lowest bits.
 ///
-/// The error of an element is at most half a step. A step is the scale for integers; for E2M1 it is half the scale,
-/// the scale or twice the scale, growing with the magnitude. Codes are computed with the scale as it is rounded to
-/// float16, at most 65504. Values above 7 or 6 times that scale are stored as the nearest value.
+/// The error of an element is at most half a step. For integers, a step is the scale. For E2M1, a step grows with the
+/// magnitude: it is half the scale, the scale or twice the scale. Codes are computed with the scale as it is rounded
+/// to float16, at most 65504. Values above 7 times that scale (6 times for E2M1) are stored as the nearest value.
 pub(super) struct Row {
     element: Element,
     head_dim: i32,
@@ -108,7 +108,7 @@ impl Codec for Row {
             Element::Fp4 => to_e2m1(&steps)?,
             Element::Int4 => {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
-                // NaN has no integer; it gets the lowest code.
+                // A NaN gets the lowest code, because it has no integer.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
                 crate::mlx::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,

@@ -1,4 +1,4 @@
-//! Prefetching under a memory budget. The budget is shared by the process, so this file is a separate process with a
+//! Prefetching under a memory budget. The whole process shares the budget, so this file is a separate process with a
 //! single test.
 
 use std::sync::Arc;

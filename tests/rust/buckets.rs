@@ -71,7 +71,7 @@ fn wait<T>(work: impl std::future::Future<Output = T>) -> T {
     runtime.unwrap().block_on(work)
 }
 
-/// Returns an empty bucket of every kind.
+/// Returns one empty bucket of each kind.
 fn buckets() -> Vec<Bucket> {
     let folder = || TempDir::new().unwrap();
     let local = folder();
@@ -160,7 +160,8 @@ fn the_longest_beginning_is_loaded() {
                         let found = load(&stores[which], shape, &text);
                         let longest = saved.iter().map(|old| shared(old, &text)).max().unwrap_or(0);
                         let whole = saved.iter().filter(|old| text.starts_with(old)).map(Vec::len);
-                        // With windows and conversions, only texts that differ near the end can be loaded.
+                        // With windows and conversions, a stored text can be loaded only for texts that differ near
+                        // the end.
                         let least = match shape.windowed || shape.format == 2 {
                             true => whole.max().unwrap_or(0),
                             false => longest,
@@ -254,7 +255,7 @@ fn damaged_and_foreign_files_are_skipped() {
         for name in [format!("prefix-{:032x}.safetensors", 7), "other.txt".to_owned()] {
             wait(bucket.objects.put(&bucket.path(&name), b"no cache".to_vec().into())).unwrap();
         }
-        // Damages the rows, which are read only by loads.
+        // Damages the rows, which only a load reads.
         let got = wait(async { bucket.objects.get(&bucket.path(&long)).await?.bytes().await });
         let mut bytes = got.unwrap().to_vec();
         let at = bytes.len() - 1000;

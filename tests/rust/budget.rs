@@ -1,5 +1,5 @@
-//! Sessions that are created, grow, convert and are dropped under one memory budget. The budget is shared by the
-//! process, so this file is a separate process with a single test.
+//! Sessions that are created, grow, convert and are dropped under one memory budget. The whole process shares the
+//! budget, so this file is a separate process with a single test.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
@@ -20,7 +20,7 @@ struct Session<B: Backend> {
     /// The expected rows at each position. Both layers have the same rows.
     keys: Rows,
     values: Rows,
-    /// Whether the oracle computes the attention. It can for full history that was never rounded.
+    /// Whether the oracle computes the attention. It can do so for rows of full history that were never rounded.
     is_exact: bool,
 }
 
@@ -119,7 +119,7 @@ fn is_refusal(error: &etkv_core::Error) -> bool {
     true
 }
 
-/// Returns how often the budget refused a call, and how often it did not.
+/// Returns the number of calls that the budget refused, and the number of calls that it did not refuse.
 fn sessions_come_and_go<B: Backend>(rng: &mut Rng) -> [usize; 2] {
     let budget = MemoryBudget::global();
     assert_eq!((budget.report().held, budget.report().caches), (0, 0));

@@ -1,6 +1,6 @@
 //! The C interface after a defect: a panic in each call.
 //!
-//! A kind that panics is registered, as a kind of another crate would be, and used through the functions that C
+//! The test registers a kind that panics, like a kind of another crate, and uses it through the functions that C
 //! calls.
 
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
@@ -228,7 +228,7 @@ fn tripped(call: impl FnOnce(*mut Handle) -> c_int, words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Every call is refused, except those that free an object or return a fact.
+/// Every call is refused, except calls that free an object or return a fact.
 fn broken(all: &Handles) {
     let words = "it can only be freed";
     let (mut number, mut size, mut handle) = (7i32, 7usize, null_mut());

@@ -1,4 +1,4 @@
-//! Damaged programs of every operation: each runs or is refused. None ends its process, takes more than 10 CPU
+//! Damaged programs of every operation: each runs or is refused. No program ends its process, takes more than 10 CPU
 //! seconds, or requests memory without limit.
 //!
 //! `python -m tests.upstream_ops.damage` runs this test. Without its environment variables the test does nothing,

@@ -12,7 +12,8 @@ use mlx_rs::Array;
 const N_KV_HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 const CAPACITY: i32 = 1 << 16;
-/// The memory that is left to a process: enough for steps of a few tokens, but less than any pool of full capacity.
+/// The number of bytes that a process may still allocate: enough for steps of a few tokens, but fewer than the bytes
+/// of any pool of full capacity.
 const LEFT: u64 = 8 << 20;
 
 /// Runs `body` in a separate process. `name` is the name of the calling test.
@@ -59,7 +60,7 @@ fn rows(seed: u64, n: usize) -> Array {
     on_mlx::array(&oracle::random_rows(&mut Rng::new(seed), n, N_KV_HEADS, HEAD_DIM))
 }
 
-/// Runs a step of `n` tokens from position `at` on. Returns its attention.
+/// Runs a step of `n` tokens, starting at position `at`. Returns its attention.
 fn append(cache: &mut MlxCache, at: i32, n: i32) -> etkv::Result<Vec<f32>> {
     let positions: Vec<i32> = (at..at + n).collect();
     let rows = rows(at as u64, n as usize);
@@ -114,7 +115,7 @@ fn a_clear_of_sequences_that_fails_changes_nothing() {
 }
 
 /// Steps continue in float as long as there is not enough memory for the conversion at `quantized_kv_start`. The
-/// first step without room is refused with the reason, and succeeds once there is memory.
+/// first step without room is refused with the conversion's error. It succeeds once there is memory.
 fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     append(cache, 0, 8)?;
     limit(Some(LEFT));

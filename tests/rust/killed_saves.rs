@@ -24,7 +24,7 @@ type AnyCache = Box<dyn AttendCache<Store = CpuStore>>;
 
 const MODEL: &str = "a model";
 
-/// The number of different contents, which a process saves in turn.
+/// The number of different contents. A process saves one after the other.
 const VERSIONS: u64 = 6;
 
 /// The target of a save.
@@ -211,8 +211,8 @@ fn start(folder: &Path, seed: u64) -> Child {
         .unwrap()
 }
 
-/// The log of the processes: for each target, the version that was saved last, and the one that may have been saved
-/// since then.
+/// The log of the processes. For each target, it has the version that was saved last, and the version that may have
+/// been saved since then.
 #[derive(Debug, Default)]
 struct Noted {
     saved: HashMap<Target, u64>,

@@ -24,7 +24,7 @@ fn flat(array: &Array) -> Vec<f32> {
     array.contiguous().unwrap().as_slice::<f32>().to_vec()
 }
 
-/// Layers return the same rows as a separate step.
+/// Layers return the same rows as a [`Step`].
 #[test]
 fn layers_return_what_a_step_reads() {
     etkv::mlx::run(|| {
@@ -96,7 +96,7 @@ fn a_layer_that_comes_again_begins_anew() {
     .unwrap();
 }
 
-/// In the first step after a program is loaded, values of layers with values in keys are compared with the keys.
+/// The first step after a program is loaded compares values with keys in layers whose values are in their keys.
 #[test]
 fn values_in_keys_are_compared() {
     etkv::mlx::run(|| {
@@ -152,7 +152,7 @@ fn what_was_before_stays() {
                     }
                 }
                 let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(9))?;
-                // Aborted, refused, and begun again.
+                // The forward is aborted, refused, and begun again.
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
                 forwards.abort();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;

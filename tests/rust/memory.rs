@@ -79,7 +79,7 @@ fn active() -> i64 {
     last
 }
 
-/// Returns by how many bytes `steps` decode steps raise active memory and its peak.
+/// Returns the numbers of bytes by which `steps` decode steps raise active memory and its peak.
 fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     let length = cache.length();
     (length..length + 8).for_each(|position| step(cache, &[position], dtype));
@@ -88,7 +88,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     reset_peak_memory().unwrap();
     for position in length + 8..length + 8 + steps {
         step(cache, &[position], dtype);
-        // Waits, because otherwise the peak would be that of several steps.
+        // Waits, because otherwise the peak would include several steps.
         active();
     }
     (active() - before, peak_memory().unwrap() as i64 - before)
@@ -130,7 +130,8 @@ fn decoding_copies_no_history() {
     .unwrap();
 }
 
-/// Packed rows are multiplied in their stored format, and rows of a dtype other than that of the queries in blocks.
+/// Packed rows are multiplied in their stored format. Rows of another dtype than the queries are multiplied in
+/// blocks.
 #[test]
 fn decoding_unpacks_no_history() {
     let formats = [
@@ -245,7 +246,7 @@ fn clearing_and_dropping_give_the_buffers_back() {
     .unwrap();
 }
 
-/// Without this check MLX's CPU build would end the process if the system has no memory.
+/// Without the check of sizes, MLX's CPU build would end the process if the system has too little memory.
 #[test]
 fn memory_that_there_is_not_is_an_error() {
     let config =

@@ -13,7 +13,7 @@ fn rows(n: usize) -> Tensor {
     OnVec::tensor(&vec![vec![vec![1.0; 4]]; n])
 }
 
-/// Runs a step of tokens from `start` on.
+/// Runs a step of tokens that begin at position `start`.
 fn append(cache: &mut ContiguousCache<VecStore>, start: i32, n: i32) -> etkv_core::Result<()> {
     let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
     step.update_and_fetch(0, &rows(n as usize), &rows(n as usize))?;
@@ -39,7 +39,7 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     }
 }
 
-/// Returns a cache that allocates upfront, and has a window whose rows move.
+/// Returns a cache that allocates upfront and has a window whose rows move.
 fn upfront() -> ContiguousCache<VecStore> {
     let mut config = CacheConfig {
         max_step_tokens: 4,

@@ -1,5 +1,5 @@
-//! Prefix caches: an attached cache equals one that read the text itself, whatever else several threads have kept,
-//! pinned, reclaimed or dropped.
+//! Prefix caches: an attached cache equals one that read the text itself. This holds whatever several threads have
+//! kept, pinned, reclaimed or dropped.
 //!
 //! `ETKV_RUNS=N` generates N times as many operations.
 
@@ -25,8 +25,8 @@ fn unlimited() -> PrefixCache {
     limited(None)
 }
 
-/// Attaches to a prefix of a text, reads the rest, and keeps the text. The cache then continues like one that read it
-/// all.
+/// Attaches to a prefix of a text, reads the rest, and keeps the text. The cache then continues like one that read
+/// the whole text.
 fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
     let mut cache = shape.make::<B>();
     prefixes.attach(&mut *cache, MODEL, text).unwrap();
@@ -51,7 +51,7 @@ fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) ->
     n
 }
 
-/// A process may open only a limited number of files, and needs some for other purposes.
+/// The number of open files of a process is limited, and the process needs some files for other purposes.
 #[cfg(target_os = "linux")]
 #[test]
 fn many_texts_take_few_files() {
@@ -210,7 +210,7 @@ fn the_oldest_goes_first<B: Backend>() {
     assert_eq!(answer::<B>(&mut reader, &text(0)), answer::<B>(&mut fresh, &text(0)));
 }
 
-/// Prefixes of one text share memory, and the longest replaces the others.
+/// Prefixes of one text share memory, and the longest prefix replaces the others.
 fn a_text_replaces_its_prefixes<B: Backend>() {
     let text: Vec<i64> = (0..160).collect();
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -387,21 +387,21 @@ fn texts_missing_in_memory_come_from_the_store() {
         assert_eq!(attach::<OnCpu>(&second, shape, &text), 60);
         assert_eq!(second.report().tokens_in_store, 60);
         assert!(second.report().prefixes == 1 && second.report().bytes > 0);
-        // Now it comes from memory, also for other kinds, which the file does not fit.
+        // Now the text comes from memory. This also works for other kinds of caches, which could not load the file.
         for kind in 0..3 {
             assert_eq!(attach::<OnCpu>(&second, TextShape { kind, ..shape }, &text), 60);
         }
         let report = second.report();
         assert_eq!((report.tokens_in_memory, report.tokens_in_store), (180, 60));
         assert_eq!(report.tokens_asked, 480);
-        // The longer one is used, whether it is in memory or in the store.
+        // The longer prefix is used, whether it is in memory or in the store.
         assert!(keep::<OnCpu>(&first, shape, &text[..90]));
         assert_eq!(attach::<OnCpu>(&second, shape, &text), 90);
         assert_eq!(second.report().tokens_in_store, 150);
     });
 }
 
-/// Caches on one prefix use the memory of one cache, plus that of their continuations.
+/// Caches on one prefix use the memory of one cache, plus the memory of their continuations.
 #[test]
 fn shared_prefixes_are_in_memory_once() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -416,8 +416,8 @@ fn shared_prefixes_are_in_memory_once() {
         assert!(held > bytes);
         bytes = held;
     }
-    // Rows of two layers, with keys and values of two heads of 32 numbers of 16 bits, once, and the padding to whole
-    // pages.
+    // The bytes of the rows, once, and of the padding to whole pages. There are two layers; keys and values each have
+    // two heads of 32 numbers of 16 bits.
     let rows = 160 * 2 * 2 * 2 * 32 * 2;
     assert!((rows..2 * rows).contains(&bytes), "{bytes} for {rows}");
     let all: Vec<_> = (0..8)
@@ -510,7 +510,7 @@ fn texts_removed_from_memory_are_read_again() {
 #[test]
 fn failed_prefetches_are_counted() {
     let text: Vec<i64> = (0..90).collect();
-    // Without a store, and for a text that is not in the store.
+    // A cache without a store, and a text that is not in the store.
     assert!(!prefetch(&unlimited(), AHEAD, &text));
     let (folder, prefixes) = with_store(None, &[&text]);
     assert!(prefetch(&prefixes, AHEAD, &[5; 50]));
@@ -541,7 +541,8 @@ fn failed_prefetches_are_counted() {
     assert_eq!(small.report().tokens_in_store, 90);
 }
 
-/// When many texts are requested, some wait and the others are refused. Dropping waits for only one of them.
+/// When many texts are requested, some wait and the others are refused. Dropping the prefix cache waits for only one
+/// of them.
 #[test]
 fn as_many_texts_wait_as_may() {
     let texts: Vec<Vec<i64>> = (0..60).map(|first| (first..first + 40).collect()).collect();

@@ -1,5 +1,5 @@
-//! The memory that sessions on one prefix use. It is measured for the process, so this file is a separate process
-//! with a single test.
+//! The memory that sessions on one prefix use. It is measured for the whole process, so this file is a separate
+//! process with a single test.
 //!
 //! `cargo test -p etkv-tests --test prefix_memory -- --nocapture` prints the figures.
 #![cfg(target_os = "linux")]
@@ -17,7 +17,7 @@ const DIM: usize = 64;
 const PREFIX: usize = 4096;
 const TAIL: usize = 64;
 const SESSIONS: usize = 8;
-/// The bytes of a position: keys and values of all layers, in 16 bits.
+/// The bytes of a position: its keys and values in all layers, with 16 bits for each number.
 const POSITION: u64 = (LAYERS * 2 * HEADS * DIM * 2) as u64;
 
 /// Returns the proportional set size of the process, in which pages that are mapped several times count once.
@@ -51,7 +51,7 @@ fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
             let shape = [1, HEADS as i32, n as i32, DIM as i32];
             let kv = Tensor::new(shape, values.clone()).unwrap();
             let spec = step.update_and_fetch(layer, &kv, &kv).unwrap();
-            // A single query: only the memory that is read matters, not how often.
+            // A single query is enough: the memory that is read counts, not how often it is read.
             let q: Vec<f32> = values[..HEADS * DIM].to_vec();
             let q = Tensor::new([1, HEADS as i32, 1, DIM as i32], q).unwrap();
             OnCpu::attend(&q, &spec, 0.125).unwrap();

@@ -1,5 +1,5 @@
-//! Stores of texts: a loaded cache equals one that read the text itself, whatever else several processes have stored,
-//! removed or damaged, and after one of them was killed.
+//! Stores of texts: a loaded cache equals one that read the text itself. This holds whatever several processes have
+//! stored, removed or damaged, and after one of them was killed.
 //!
 //! `ETKV_RUNS=N` generates N times as many operations, kills and seconds.
 
@@ -56,7 +56,7 @@ fn read(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     let mut bits = Vec::new();
     loop {
         let start = cache.next_position().unwrap() as usize;
-        // Steps end at the same tokens, wherever a cache begins.
+        // Steps end at the same tokens, whatever the number of tokens in the cache is at the start.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return bits;
@@ -266,7 +266,7 @@ fn damaged_and_foreign_files_are_skipped() {
     std::fs::write(folder.path().join("other.txt"), b"not ours").unwrap();
     std::fs::create_dir(folder.path().join("prefix-folder.safetensors")).unwrap();
 
-    // Damages the rows, which are read only by loads.
+    // Damages the rows, which only a load reads.
     let mut bytes = std::fs::read(&long).unwrap();
     let at = bytes.len() - 1000;
     bytes[at] ^= 1;
@@ -290,7 +290,7 @@ fn damaged_and_foreign_files_are_skipped() {
     assert_eq!(refused.status(), Status::File);
 }
 
-/// A cache is not stored if its contents are not a text, or no longer in the formats of the config.
+/// A cache is not stored if its contents are not a text, or if they are no longer in the formats of the config.
 #[test]
 fn only_texts_are_stored() {
     let folder = TempDir::new().unwrap();
@@ -335,7 +335,7 @@ fn only_texts_are_stored() {
     assert_eq!(files(folder.path()).len(), 0);
 }
 
-/// A file can be used only by caches that are as large as its text and would have the same formats.
+/// Only caches that are at least as large as the file's text and would have the same formats can use the file.
 #[test]
 fn files_of_other_capacities_or_formats_are_not_loaded() {
     let folder = TempDir::new().unwrap();
@@ -357,7 +357,7 @@ fn files_of_other_capacities_or_formats_are_not_loaded() {
         store.save(&mut *cache, labels(text)).unwrap()
     };
     let load = |mut cache: AnyCache, text: &[i64]| store.load(&mut *cache, MODEL, text).unwrap();
-    // A longer text neither replaces one for smaller caches nor makes it unnecessary.
+    // A longer text does not replace a text that smaller caches can use, and does not make it unnecessary.
     assert!(save(make(64, None), &text[..50]));
     assert!(save(make(200, None), &text));
     assert_eq!(files(folder.path()).len(), 2);
@@ -368,7 +368,7 @@ fn files_of_other_capacities_or_formats_are_not_loaded() {
     assert!(save(make(200, None), &text));
     assert!(save(make(64, None), &text[..50]));
 
-    // Above `quantized_kv_start` the rows are converted; below it they are not.
+    // At or above `quantized_kv_start` the rows are converted. Below it they are not.
     assert!(save(make(200, Some(60)), &text));
     assert_eq!(load(make(200, Some(60)), &text), 90);
     assert_eq!(load(make(200, Some(60)), &text[..70]), 70);
@@ -471,7 +471,7 @@ fn several_processes_use_one_folder() {
     // A process that runs no test also succeeds.
     assert!(!files(folder.path()).is_empty(), "the processes stored nothing");
     check_all(folder.path());
-    // Each process removes the excess when it stores a file, but both may store one at the same time.
+    // Each process removes the excess when it stores a file, but both may store a file at the same time.
     let (_, bytes) = PrefixStore::open(folder.path(), 1).unwrap().usage().unwrap();
     assert!(bytes < 500_000, "{bytes}");
 }

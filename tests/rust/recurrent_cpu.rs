@@ -1,5 +1,5 @@
-//! The CPU's kernels of recurrent layers over real caches: they give the same bits as a text that runs in one step,
-//! whatever was cut, forked, aborted, proposed, saved, loaded and attached earlier.
+//! The CPU's kernels of recurrent layers over real caches: they give the same bits as a text that runs in one step.
+//! This holds whatever was cut, forked, aborted, proposed, saved, loaded or attached earlier.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentRows, RecurrentSpec, Result,

@@ -1,4 +1,5 @@
-//! The registries: builders that use them from within, and threads that use them concurrently.
+//! The registries: builders that use a registry while they are called or dropped, and threads that use it
+//! concurrently.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -35,7 +36,7 @@ fn builders_use_the_registry_from_within() {
         let same = name.clone();
         builders.register("Nesting", &name, move |config| {
             let builders = BuilderRegistry::global();
-            // Registers its own name, and others.
+            // Registers the builder's own name, and other names.
             builders.register("Nesting", &same, cache);
             assert!(builders.kinds().contains(&("Nesting".into(), same.clone())));
             builders.build("Nesting", &same, config)

@@ -283,7 +283,7 @@ fn a_report_tells_of_an_open_step() {
     assert!(!cache.report().step_open);
 }
 
-/// If no layer of the subscriber is interested, nothing is formatted and no cache is queried.
+/// If no layer of the subscriber records an event, nothing is formatted and no cache is queried.
 #[test]
 fn levels_that_are_off_cost_no_formatting() {
     struct Counts(Level, Arc<Mutex<usize>>);

@@ -21,50 +21,14 @@
 #define API __attribute__((visibility("default")))
 
 typedef void (*sgemm_t)(
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    float,
-    const float*,
-    int,
-    const float*,
-    int,
-    float,
-    float*,
-    int);
+    int, int, int, int, int, int, float, const float*, int, const float*, int,
+    float, float*, int);
 typedef void (*dgemm_t)(
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    double,
-    const double*,
-    int,
-    const double*,
-    int,
-    double,
-    double*,
-    int);
+    int, int, int, int, int, int, double, const double*, int, const double*,
+    int, double, double*, int);
 typedef void (*cgemm_t)(
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    const void*,
-    const void*,
-    int,
-    const void*,
-    int,
-    const void*,
-    void*,
-    int);
+    int, int, int, int, int, int, const void*, const void*, int, const void*,
+    int, const void*, void*, int);
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static sgemm_t sgemm;
@@ -115,8 +79,7 @@ static void choose(void) {
     if (asked && *asked) {
       fprintf(
           stderr,
-          "etkv: ETKV_BLAS is %s, which is not an OpenBLAS of the package "
-          "scipy-openblas32 (%s); "
+          "etkv: ETKV_BLAS is %s, which is not an OpenBLAS of the package scipy-openblas32 (%s); "
           "MLX's own BLAS is used\n",
           asked,
           openblas ? "its products are missing" : dlerror());
@@ -137,16 +100,14 @@ static void choose(void) {
 static void need(void) {
   pthread_once(&once, choose);
   if (!sgemm) {
-    fprintf(
-        stderr,
-        "etkv: neither OpenBLAS nor libmlx has cblas_sgemm, cblas_dgemm and "
-        "cblas_cgemm\n");
+    fprintf(stderr, "etkv: neither OpenBLAS nor libmlx has cblas_sgemm, cblas_dgemm and cblas_cgemm\n");
     abort();
   }
 }
 
 /* Does nothing. Calling it makes the linker keep this library, without loading a BLAS. */
-API void etkv_blas_keep(void) {}
+API void etkv_blas_keep(void) {
+}
 
 API const char* etkv_blas_name(void) {
   pthread_once(&once, choose);
@@ -154,57 +115,24 @@ API const char* etkv_blas_name(void) {
 }
 
 API void cblas_sgemm(
-    int order,
-    int transa,
-    int transb,
-    int m,
-    int n,
-    int k,
-    float alpha,
-    const float* a,
-    int lda,
-    const float* b,
-    int ldb,
-    float beta,
-    float* c,
+    int order, int transa, int transb, int m, int n, int k, float alpha,
+    const float* a, int lda, const float* b, int ldb, float beta, float* c,
     int ldc) {
   need();
   sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 API void cblas_dgemm(
-    int order,
-    int transa,
-    int transb,
-    int m,
-    int n,
-    int k,
-    double alpha,
-    const double* a,
-    int lda,
-    const double* b,
-    int ldb,
-    double beta,
-    double* c,
+    int order, int transa, int transb, int m, int n, int k, double alpha,
+    const double* a, int lda, const double* b, int ldb, double beta, double* c,
     int ldc) {
   need();
   dgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 API void cblas_cgemm(
-    int order,
-    int transa,
-    int transb,
-    int m,
-    int n,
-    int k,
-    const void* alpha,
-    const void* a,
-    int lda,
-    const void* b,
-    int ldb,
-    const void* beta,
-    void* c,
+    int order, int transa, int transb, int m, int n, int k, const void* alpha,
+    const void* a, int lda, const void* b, int ldb, const void* beta, void* c,
     int ldc) {
   need();
   cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

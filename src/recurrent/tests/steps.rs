@@ -91,8 +91,8 @@ impl Run {
         self.cache.commit()?;
         let found = [by_token(&outs[0])?, by_token(&outs[1])?];
         for (at, path) in paths.iter().enumerate() {
-            // The loop runs over the whole text for each token, so a long step is compared at some of its tokens
-            // only.
+            // The simple loop runs over the whole text for each token, so only some tokens of a long step are
+            // compared.
             if paths.len() > 20 && at % 16 != 0 && at + 3 < paths.len() {
                 continue;
             }
@@ -201,7 +201,8 @@ fn generated(recurrence: Recurrence, convolution: Convolution, seed: u64) -> f64
     .unwrap()
 }
 
-/// The largest difference is 5e-5, at log decays down to -88, whose sums in a block have few bits after the point.
+/// The largest difference is 5e-5. It occurs at log decays down to -88, because their sums in a block have few bits
+/// after the point.
 #[test]
 fn generated_steps_are_near_the_plain_loop() {
     let mut random = Random::new(3);

@@ -12,12 +12,11 @@ use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
 use etkv_core::bookkeeping::Slots;
 
-/// The planes of a piece. They are computed and never written.
+/// The planes of a piece. The arrays are computed and never written.
 struct FrozenParts(Parts);
 
 // SAFETY: the arrays are computed before they are shared, and never written. Only a thread that holds MLX copies,
-// reads and drops their handles. Pools are used by such threads, and the owner of a `Frozen` drops it on such a
-// thread.
+// reads and drops their handles. Only such threads use pools, and the owner of a `Frozen` drops it on such a thread.
 unsafe impl Send for FrozenParts {}
 // SAFETY: as above.
 unsafe impl Sync for FrozenParts {}
@@ -57,8 +56,8 @@ impl Planes {
         self.shared
     }
 
-    /// Returns views of the slots from `start` to `stop` of a plane, one for each region that has some of them, and
-    /// at least one.
+    /// Returns views of the slots from `start` to `stop` of a plane: one view for each region that has some of these
+    /// slots, but at least one view.
     pub(in crate::store) fn views(
         &self,
         plane: usize,
@@ -82,7 +81,11 @@ impl Planes {
             }
         }
         if views.is_empty() {
-            fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
+            fail!(
+                Internal,
+                "cannot read slots {start} to {stop} of a pool of {} slots",
+                self.slots()
+            );
         }
         Ok(views)
     }
@@ -104,14 +107,14 @@ impl Planes {
         if let (0, Some(buffer)) = (base, self.buffers.get(plane)) {
             return take(buffer, list);
         }
-        // Takes the range from the first to the last slot, which may be a temporary copy of that length.
+        // Reads the range from the first to the last slot. If the range spans regions, it is a temporary copy.
         let first = slots.least().unwrap_or(0);
         let list: Vec<i32> = list.iter().map(|slot| slot - first).collect();
         take(&self.range(plane, first, slots.end())?, &list)
     }
 
-    /// Returns slots as indices in the pool's own buffers. Frozen rows from the first of these slots on are copied to
-    /// these buffers first.
+    /// Returns slots as indices in the pool's own buffers. First copies the frozen rows at and after the first of
+    /// these slots to these buffers.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
@@ -127,8 +130,8 @@ impl Planes {
         })
     }
 
-    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these buffers have already
-    /// been evaluated, so a rollback does not lose them.
+    /// Copies the frozen rows at and after slot `start` to the pool's own buffers. Earlier writes to these buffers
+    /// have already been evaluated, so a rollback does not lose them.
     pub(in crate::store) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
@@ -147,7 +150,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Drops frozen rows from `end` on.
+    /// Drops the frozen rows at and after slot `end`.
     fn trim(&mut self, end: i32) {
         self.pieces = first_of(&self.pieces, end);
     }
@@ -160,7 +163,7 @@ impl Planes {
     pub fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
         let slots = self.slots();
         if end < 0 || end > slots {
-            fail!(Internal, "{end} slots of a pool of {slots} are frozen");
+            fail!(Internal, "cannot freeze {end} slots of a pool of {slots}");
         }
         let from = if anew { 0 } else { self.base() };
         if end <= from {
@@ -182,7 +185,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Returns the frozen rows of the first `end` slots. Other pools may read them from now on.
+    /// Returns the frozen rows of the first `end` slots, which other pools may now read.
     pub fn share(&mut self, end: i32) -> Vec<Piece> {
         self.shared = self.base();
         first_of(&self.pieces, end)
@@ -209,8 +212,8 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes back rows that an open step may have overwritten, or zeros where it may have written. Slots that are
-    /// still frozen are skipped: a write would have copied them to the pool's own buffers.
+    /// Writes back rows that an open step may have overwritten, or zeros to slots that it may have written. Slots
+    /// that are still frozen are skipped: a write would have copied them to the pool's own buffers.
     pub fn write_unfrozen(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         let base = self.base();
         if slots.least().is_none_or(|least| least >= base) {

@@ -69,7 +69,7 @@ fn a_write_to_frozen_slots_changes_one_pool() {
                 for pool in [&mut plain, &mut second] {
                     pool.write(&slots, &rows(9, HEADS, 1, DIM))?;
                 }
-                // After the rollback, slots that the pool had copied again have the values of the frozen rows.
+                // After the rollback, the slots that the pool has copied have the values of the frozen rows again.
                 second.roll_back()?;
                 for (from, to) in [(0, start), (start + 1, 20)] {
                     if from < to {

@@ -37,7 +37,7 @@ fn run(cache: &mut MlxCache, positions: &[i32], seed: u64) {
     .unwrap();
 }
 
-/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does that MLX does not see. Commits the
+/// Opens a step, places its rows and overwrites them with `byte`, like a kernel that runs outside of MLX. Commits the
 /// step if requested.
 fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     let mut step = Step::begin(cache, positions).unwrap();
@@ -94,7 +94,7 @@ fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) 
 
 const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
 
-/// Returns whether MLX runs on the CPU. The host cannot write into a GPU's memory as a kernel does.
+/// Returns whether MLX runs on the CPU: the host cannot write into a GPU's memory as a kernel does.
 fn is_on_cpu() -> bool {
     !mlx::on_gpu().unwrap()
 }

@@ -1,4 +1,4 @@
-//! Moves of rows: a few rows in all layers at once, many rows one layer at a time.
+//! Moves of rows: a few rows in all layers at once, and many rows in one layer after the other.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::snapshot::PlaneId;
@@ -47,7 +47,7 @@ fn rows_move_in_the_layers_that_are_named() {
         // A chain of a tree. Some sources are also targets, so all rows are read first.
         (Slots::List(vec![5, 7, 8]), Slots::Run(4..7), SLOTS),
         (Slots::List(vec![3, 2, 1, 0]), Slots::Run(0..4), SLOTS),
-        // To slots that were never used.
+        // The targets are slots that were never used.
         (Slots::Run(10..12), Slots::Run(SLOTS..SLOTS + 2), SLOTS + 8),
         // More rows than are moved in all layers at once.
         (Slots::Run(50..150), Slots::Run(20..120), SLOTS),

@@ -22,28 +22,28 @@ pub struct Config {
     pub policies: Vec<LayerPolicy>,
 }
 
-/// Numbers are taken modulo the number of possible values when the operation runs.
+/// When the operation runs, each number is reduced modulo the number of possible values.
 #[derive(Debug, Clone)]
 pub enum Op {
-    /// Takes `n` tokens for each of these sequences, interleaved or one sequence after the other.
+    /// Runs a step of `n` tokens for each of these sequences, interleaved or one sequence after the other.
     Step {
         sequences: Vec<i32>,
         n: i32,
         in_turns: bool,
         abort: bool,
     },
-    /// Takes `n` tokens that all of these sequences share.
+    /// Runs a step of `n` tokens that all of these sequences share.
     Shared {
         sequences: Vec<i32>,
         n: i32,
         abort: bool,
     },
-    /// Takes `n` tokens without a declaration of their sequences.
+    /// Runs a step of `n` tokens without a declaration of their sequences.
     Undeclared {
         n: i32,
         abort: bool,
     },
-    /// Takes tokens of which one position is off by `by`.
+    /// Runs a step in which the position of one token is wrong by `by`.
     Skewed {
         sequence: i32,
         n: i32,
@@ -69,7 +69,7 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo the number of earlier nodes plus two, minus one. `i32::MAX` stands for the previous
+    /// A number n stands for the parent `n % (number of earlier nodes + 2) - 1`. `i32::MAX` stands for the previous
     /// node.
     Propose {
         sequence: i32,
@@ -154,7 +154,7 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
-/// The number of free cells after a sequence, which count as much as the same number of moves.
+/// The number of free cells after a sequence. Each of them counts as much as a move.
 const ROOM: i32 = 64;
 
 struct Run {
@@ -337,7 +337,7 @@ impl Run {
         self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
     }
 
-    /// Records the tokens of a step in the layer groups with windows, and slides these. Trees are not recorded.
+    /// Records the tokens of a step in the layer groups with windows, and slides the windows. Trees are not recorded.
     fn keep(&mut self, owners: &[Members], ids: &[Id]) {
         let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
         for kept in &mut self.kept {
@@ -356,7 +356,7 @@ impl Run {
     }
 
     /// Returns the least position to which a sequence can be rewound: the sequence can continue there, and the query
-    /// there finds all rows that it sees. Returns 0 if this holds for every position.
+    /// there finds all rows that it sees. Returns 0 if the sequence can be rewound to every position.
     fn least(&self, sequence: i32) -> i32 {
         let least = self.exact_from(sequence, &(0..i32::MAX));
         let positions = self.model.positions_of(sequence);
@@ -366,7 +366,7 @@ impl Run {
         positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
     }
 
-    /// Checks that the rows that a query of a sequence at `least` sees are where they were written or moved.
+    /// Checks the rows that a query of a sequence at `least` sees: they must be where they were written or moved.
     fn check_held_at(&self, sequence: i32, least: i32) {
         for (&policy, slots) in self.policies.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
@@ -379,7 +379,8 @@ impl Run {
     }
 
     /// Checks that every sequence continues directly after its own cells, if all its tokens fit there. Otherwise the
-    /// tokens that do not fit must be one run, if one is free: the first free run, unless a sequence continues there.
+    /// tokens that do not fit must be in one run of cells, if a free run is long enough. It must be the first such
+    /// run, unless a sequence continues there.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -456,8 +457,8 @@ impl Run {
         last.map(|&last| last + 1)
     }
 
-    /// Returns the cell of the last node of a sequence's tree in the first layer group. If there is no tree, returns
-    /// the last cell if the sequence is one run, else the cell of its last token.
+    /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a tree, returns the
+    /// last cell if the sequence is one run, else the cell of the sequence's last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let last = *held.all().last()?;
@@ -467,8 +468,8 @@ impl Run {
         held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
-    /// Checks that reads begin and end with cells that sequences of the step have or write. A step of one sequence in
-    /// one run needs no mask if the last query sees the whole run.
+    /// Checks that the range of cells that is read begins and ends with cells that sequences of the step have or
+    /// write. Checks that a step of one sequence in one run needs no mask if the last query sees the whole run.
     fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
         let slots = self.groups[group].ids();
         let (start, end) = (plan.read.start as usize, plan.read.end as usize);
@@ -486,7 +487,7 @@ impl Run {
             return;
         };
         let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
-        // Nodes and the step's tokens must be in order; cells before them need not be.
+        // The cells of nodes and of the step's tokens must be in order. The cells before them need not be in order.
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
@@ -498,7 +499,7 @@ impl Run {
         }
     }
 
-    /// Checks that everything except its commit and abort is refused while a step is open.
+    /// Checks that every call except commit and abort is refused while a step is open.
     fn refuses_in_step(&mut self) {
         let book = &mut self.book;
         let refused = [
@@ -654,9 +655,10 @@ impl Run {
         }
     }
 
-    /// Returns the range of the number of rows that a compaction should move in a layer group, or `None` unless at
-    /// most one sequence is not a run and none shares cells. That sequence becomes a run next to the others, with
-    /// some room after it. Other sequences move instead if that needs fewer moves, or leaves more room.
+    /// Returns the minimum and maximum number of rows that a compaction should move in a layer group. Returns `None`
+    /// if several sequences are not runs, or if sequences share cells. The sequence that is not a run becomes a run
+    /// next to the others, with some room after it. Other sequences move instead if that needs fewer moves, or leaves
+    /// more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
@@ -803,7 +805,7 @@ fn one_sequence_is_read_without_a_mask() {
         assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
         book.commit().unwrap();
         next += n;
-        // A tree of which a chain is accepted, and a step that is rolled back.
+        // A chain of a tree is accepted, and then a step is rolled back.
         book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
         book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
         book.commit().unwrap();

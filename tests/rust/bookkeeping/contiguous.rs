@@ -25,20 +25,21 @@ pub enum Op {
         n: i32,
         abort: bool,
     },
-    /// Writes `n` tokens from `start` on, modulo the length plus one.
+    /// Writes `n` tokens that begin at position `start`, modulo the length plus one.
     Rewrite {
         start: i32,
         n: i32,
         abort: bool,
     },
-    /// Writes tokens from `start` on, modulo the length plus one, of which the `odd`th position is off by `by`.
+    /// Writes tokens that begin at position `start`, modulo the length plus one. The position of token `odd` is wrong
+    /// by `by`.
     Skewed {
         start: i32,
         n: i32,
         odd: usize,
         by: i32,
     },
-    /// Rewinds to a length, modulo the current one plus two.
+    /// Rewinds to a length, modulo the current length plus two.
     Rewind {
         length: i32,
     },
@@ -97,7 +98,7 @@ struct Run {
     policies: Vec<LayerPolicy>,
     slides: Vec<Option<Window>>,
     groups: Vec<LayerGroupSlots>,
-    /// For each layer group, the number of slots by which rows have moved to the front.
+    /// For each layer group, the number of slots by which rows have moved towards slot 0.
     moved: Vec<i32>,
     /// For each layer group, the number of tokens that were written since its last move.
     since_moved: Vec<i32>,
@@ -244,8 +245,8 @@ impl Run {
         self.peak = peak.max(self.length());
     }
 
-    /// Checks that a layer group moves rows only if the next step might not fit, keeps no more than it must, and does
-    /// not move them again within `room` tokens.
+    /// Checks that a layer group moves rows only if the next step might not fit, that it keeps no more rows than it
+    /// must, and that it does not move rows again within `room` tokens.
     fn check_move(&mut self, moved: &Move, length: i32) {
         let (window, sinks) = width(self.policies[moved.group]);
         let slots = self.slides[moved.group].unwrap().slots();

@@ -1,4 +1,4 @@
-//! States in files. Those that steps produce are accepted, and all others are refused.
+//! States in files. States that steps produce are accepted, and all other states are refused.
 
 use etkv_core::bookkeeping::{CellsBookkeeping, RecurrentWindow, Window, BLOCK};
 use etkv_core::{CacheConfig, LayerPolicy, Status};
@@ -96,7 +96,8 @@ fn a_window_that_lacks_visible_positions_is_refused() {
     book.with_state(&state).unwrap();
 }
 
-/// A file may contain any slot. Slots that would need memory are refused or packed.
+/// A file may contain any slot. High slots that would need too much memory are refused, or the rows are moved to low
+/// slots.
 #[test]
 fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
     let window = RecurrentWindow { lead: 3, anchors: 2 };
@@ -129,7 +130,7 @@ fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
     }
 }
 
-/// The state after each position from the oldest anchor on must follow from the contents of the file.
+/// The state after each position at or after the oldest anchor must follow from the contents of the file.
 #[test]
 fn an_anchor_whose_rows_are_missing_is_refused() {
     let window = RecurrentWindow { lead: 5, anchors: 2 };

@@ -1,5 +1,5 @@
-//! The slots of rows, and the number of moves. Without these properties reads would still be right, but would need a
-//! mask, memory or copies.
+//! The slots of rows, and the number of moves. Without the properties that are tested here, reads would still be
+//! right, but would need masks, memory or copies.
 
 use etkv_core::bookkeeping::{
     CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window,
@@ -69,7 +69,7 @@ fn a_new_sequence_leaves_room_where_there_is_enough_for_both() {
     assert_eq!(cells(&mut book, 1, 2), Slots::Run(3..5));
 }
 
-/// If they took the first free cell, sequences would alternate once the room after each is used up.
+/// If sequences took the first free cell, their cells would alternate once the room after each sequence is used up.
 #[test]
 fn sequences_that_decode_together_go_on_in_runs() {
     const SEQUENCES: i32 = 8;
@@ -161,7 +161,7 @@ fn runs_stay_where_they_are() {
     }
 }
 
-/// If there is not enough space for room between sequences, they begin where they would without room.
+/// If there are too few cells for room between sequences, the sequences begin where they would begin without room.
 #[test]
 fn tight_sequences_close_their_holes_in_place() {
     let mut book = CellsBookkeeping::new(20, []);

@@ -1,4 +1,4 @@
-//! Cases that generated operations have found, or reach only rarely.
+//! Cases that generated operations have found, and cases that they reach only rarely.
 
 use etkv_core::LayerPolicy;
 
@@ -82,7 +82,7 @@ fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
             Step { sequences: vec![3], n: 1, in_turns: false, abort: false },
             Remove { sequence: 2, start: 0, end: i32::MAX },
             Propose { sequence: 0, parents: vec![i32::MAX] },
-            // There is a free cell after three tokens and one candidate, but not after the tokens.
+            // There is a free cell after the three tokens and the candidate, but not directly after the tokens.
             Undeclared { n: 1, abort: false },
         ],
     );

@@ -70,7 +70,7 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let both = [vec![0; 20_000], vec![1; 20_000]].concat();
     let positions = [run(40_000, 20_000), run(0, 20_000)].concat();
     book.begin_step(&both).unwrap();
-    // Tries twice: the first attempt must not take cells or change anything.
+    // Tries twice, because the first attempt must not take cells or change anything.
     for _ in 0..2 {
         let error = book.plan(&positions).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
@@ -100,7 +100,7 @@ fn a_window_whose_mask_is_too_large_is_refused() {
     assert_eq!(error.status(), Status::Capacity);
     assert!(error.message().contains("40000"), "{error}");
     assert_eq!(book, before);
-    // A part of it fits.
+    // A part of the step fits.
     assert!(book.plan(&run(40_000, 10_000)).is_ok());
 }
 
@@ -117,7 +117,7 @@ fn a_plan_that_is_stale_is_refused() {
     let before = book.clone();
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     assert_eq!(book, before);
-    // The plan stays stale at any length.
+    // The plan stays stale whatever the length of the sequence is.
     append(&mut book, 3);
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     let plan = book.plan(&[3]).unwrap();

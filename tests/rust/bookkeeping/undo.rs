@@ -66,7 +66,7 @@ fn later_steps_do_not_depend_on_an_undone_step() {
                 let added = other.commit_added().unwrap();
                 assert_eq!(added.cells(), &written);
                 assert_eq!(other.length(), book.length() + written.len() as i32);
-                // Plans a step of which the host does not know yet.
+                // Plans a step that the host has not requested yet.
                 if rng.chance(0.5) && plan(&mut other, &[vec![0]]).is_some() {
                     assert_eq!(other.undo(&added).unwrap_err().status(), Status::Step);
                     other.abort();

@@ -34,7 +34,7 @@ impl Answer {
         }
     }
 
-    /// Returns whether both have the same values, up to rounding.
+    /// Returns whether both results have the same values, except for rounding.
     pub fn is_close(&self, other: &Self) -> bool {
         let (Self::Done(a), Self::Done(b)) = (self, other) else { return false };
         let close = |(&a, &b): (&u32, &u32)| {
@@ -46,7 +46,7 @@ impl Answer {
 }
 
 impl std::fmt::Debug for Answer {
-    /// Shows the number of bits only, because the bits of a step would fill pages.
+    /// Prints only the number of bits, because the bits of a step would fill pages.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Done(bits) => write!(f, "{} values, {:?}…", bits.len(), bits.first()),

@@ -1,9 +1,9 @@
 //! Random sessions on several threads under one memory budget. Each is compared with the same session without a
-//! budget. The budget is shared by the process, so this file is a separate process with a single test.
+//! budget. The whole process shares the budget, so this file is a separate process with a single test.
 //!
 //! A session without a budget repeats the calls of the other session. A call that the budget refused is refused in
-//! the repetition too, so that both have done the same before and after it. Then the queries of all steps must see
-//! the same bits.
+//! the repetition too, so that both sessions have run the same calls. Then the queries of all steps must see the same
+//! bits.
 
 mod calls;
 mod prefixes;
@@ -66,7 +66,7 @@ impl<B: Backend> Shelter<B> {
             if let Ok(cache) = &mut spare {
                 let _ = interrupted::<B>(rng, cache, true);
             }
-            // Drops it outside the lock, because a reclaimer may need the lock.
+            // The object is dropped outside the lock, because a reclaimer may need the lock.
             if let Ok(cache) = spare {
                 self.host.0.lock().unwrap().push(cache);
             }
@@ -114,7 +114,7 @@ impl<B: Backend> Session<B> {
         among.check();
         let after = state::<B>(&self.cache);
         let is_attached = matches!(what, Action::SharedAction(SharedAction::Attach { .. }));
-        // Not after other calls, because reading it ends a step that was set aside.
+        // The state is not read after other calls, because reading it ends a step that was set aside.
         let book = (is_attached || answer == Answer::Refused).then(|| book::<B>(&mut self.cache));
         self.calls.push(Call { order: among.common.tick(), what, answer, after, book });
     }

@@ -1,6 +1,6 @@
 //! Prefixes that the sessions under one budget freeze, keep, attach to and drop.
 //!
-//! A token determines the rows of its position, so two texts that begin with the same tokens begin with the same
+//! A token determines the rows of its position. So if two texts begin with the same tokens, they begin with the same
 //! rows.
 
 use std::path::Path;

@@ -59,12 +59,13 @@ impl Counts {
 /// A session without a budget, which repeats another.
 struct Twin<B: Backend> {
     cache: AnyCache<B>,
-    /// Whether it was frozen or attached. Its buffers may then have another capacity than those of the session.
+    /// Whether the twin was frozen or attached. Its buffers may then have another capacity than the buffers of the
+    /// session.
     shares: bool,
     /// Whether rows may be in other slots than in the session: a call that was refused late may have made room for
     /// more rows of a window. Values are then summed in another order.
     apart: bool,
-    /// Whether it is no longer compared.
+    /// Whether the twin is no longer compared.
     ended: bool,
 }
 
@@ -96,7 +97,7 @@ pub fn compare<B: Backend>(sessions: &[EndedSession]) -> Counts {
         };
         let formats = state::<B>(&twin.cache).1;
         if !goes_on || formats != call.after.1 {
-            // If a conversion of `quantized_kv_start` waits for memory, this is not a refusal. Rows are then stored
+            // A conversion at `quantized_kv_start` that waits for memory is not a refusal. Rows are then stored
             // in float for longer than without a budget, including rows of sessions that attach to them.
             let waits = sessions[at].shape.config.quantized_kv_start.is_some();
             assert!(waits && (goes_on || others_ended), "{:?}: {formats:?}", call.what);
@@ -129,7 +130,8 @@ impl<B: Backend> Twin<B> {
         true
     }
 
-    /// Returns whether the twin is still compared. It is not if the prefix belongs to a twin that is not.
+    /// Returns whether the twin is still compared. It is no longer compared if the prefix belongs to a twin that is
+    /// no longer compared.
     fn share(
         &mut self,
         shared: &SharedAction,
@@ -153,8 +155,8 @@ impl<B: Backend> Twin<B> {
                     return true;
                 }
                 (self.shares, self.apart) = (true, false);
-                // Of several prefixes with these rows, use the one with the same slots. If slots differ, windows drop
-                // rows at other times, and values are summed in another order.
+                // If several prefixes have these rows, the twin uses the prefix with the same slots. With other
+                // slots, windows would drop rows at other times, and values would be summed in another order.
                 let is_attached = frozen.iter().any(|(of, prefix)| {
                     if of.get(..*n) != Some(text) || prefix.formats() != done.after.1 {
                         return false;

@@ -1,4 +1,4 @@
-//! The campaign: starts workers, and reports the results of the programs that they ran.
+//! The campaign. It starts workers, and reports the results of the programs that the workers ran.
 
 mod corpus;
 mod mutation;
@@ -19,10 +19,10 @@ pub const MAX: u64 = 1 << 30;
 /// The bytes of address space that a worker may use in addition to those at its start.
 pub const LEFT: u64 = 6 << 30;
 
-/// The maximum number of bytes of one tensor. Several of them are less than [`MAX`].
+/// The maximum number of bytes of one tensor. Several such tensors together are below [`MAX`].
 pub const TENSOR: usize = 64 << 20;
 
-/// The times after which a program counts as hanging, in CPU seconds and in wall-clock seconds.
+/// The CPU seconds and the wall-clock seconds after which a program counts as hanging.
 const PROCESSOR: f64 = 10.0;
 const CLOCK: Duration = Duration::from_secs(100);
 

@@ -92,7 +92,8 @@ impl Damage<'_> {
     }
 
     fn site(&mut self) -> Site {
-        // The verifier refuses most changes to the structure, and the decoder most changes to tensors.
+        // These changes are rarer, because the verifier refuses most changes to the structure, and the decoder
+        // refuses most changes to tensors.
         let (inside, kinds) = (below(self.rng, 100) < 75, below(self.rng, 100));
         let fits = |kind: Kind| match kind {
             Kind::Slot | Kind::Type => (72..86).contains(&kinds),

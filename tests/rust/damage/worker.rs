@@ -61,7 +61,7 @@ fn whole(program: &ExportedProgram) -> DamagedProgram {
     }
 }
 
-/// Returns the results of undamaged programs that did not run, except those that need a kernel that no build has.
+/// Returns the results of undamaged programs that did not run. Omits programs that need a kernel that no build has.
 pub fn refused(programs: &Path) -> Vec<String> {
     etkv_mlx_program::set_max_bytes(TENSOR);
     let programs = corpus::read(programs);
@@ -153,7 +153,7 @@ fn execute(loaded: &Program, inputs: &[Tensor], program: &ExportedProgram) -> et
     loaded.execute(&arguments, &types, &mut DiscardingHost::default())
 }
 
-/// ExecuTorch's number of float32, and a number that stands for an integer input.
+/// ExecuTorch's number of float32, and the number that marks an integer input.
 const FLOAT32: i8 = 6;
 const INTEGER: i8 = -1;
 
@@ -230,7 +230,7 @@ impl ConstantSource for Constants<'_> {
     }
 }
 
-/// A host that reads every output, and keeps none.
+/// A host that reads every output and keeps no output.
 #[derive(Default)]
 struct DiscardingHost(Vec<u8>);
 

@@ -51,8 +51,8 @@ impl Parts {
         Self { words, snapshot, sections }
     }
 
-    /// Replaces the planes by those that the snapshot requires. Their bytes are cut or repeated from those of the
-    /// file.
+    /// Replaces the planes by those that the snapshot requires. The bytes of a new plane are those of the file, cut
+    /// or repeated to the required length.
     pub fn fit(&mut self, planes: &[PlaneRows]) {
         let old: BTreeMap<String, Vec<u8>> =
             self.sections.drain(1..).map(|section| (section.name, section.bytes)).collect();

@@ -15,8 +15,8 @@ static SEED: AtomicU64 = AtomicU64::new(0);
 /// The number of the current file, counted over all seeds.
 static FILE: AtomicU64 = AtomicU64::new(0);
 
-/// The system's allocator, which counts the bytes in use and ends the process if they exceed the limit. The library
-/// would turn a lack of memory into an error, which would hide the excess from the test.
+/// The system's allocator, which counts the bytes in use and ends the process if they exceed the limit. It ends the
+/// process because the library would turn a lack of memory into an error, and the test would not notice.
 struct LimitedAllocator;
 
 fn taken(bytes: usize) {

@@ -1,4 +1,4 @@
-//! Damage that generated files have found, or that requires a certain cache.
+//! Cases of damage that generated files have found, or that require a certain cache.
 
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::snapshot::{Book, CellsState};
@@ -91,7 +91,8 @@ fn a_distant_slot_takes_no_memory() {
     }
 }
 
-/// The texts diverge at a position to which a window can no longer be rewound. The text is rewound further instead.
+/// The texts diverge at a position to which a window can no longer be rewound. The cache is rewound to a lower
+/// position instead.
 #[test]
 fn positions_that_can_no_longer_be_marked_are_skipped() {
     let mut shape = shape();

@@ -1,5 +1,6 @@
 //! Damaged files of caches with recurrent layers: each is refused, or is loaded and does no harm. A cache that has
-//! loaded one runs steps, forks, is rewound and saved again, without a panic, within limits of memory and time.
+//! loaded such a file then runs steps, forks, is rewound, and is saved again. This must not panic or exceed limits of
+//! memory and time.
 //!
 //! `make fuzz-files FILES=100000` runs that many. A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed.
 
@@ -66,7 +67,7 @@ fn damaged_files_are_refused_or_harmless() {
     }
 }
 
-/// Returns a folder in memory, if possible. Writing to a disk would take longer than all the rest.
+/// Returns a folder in memory, if possible. Writing to a disk would take longer than the rest of the test.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
@@ -125,7 +126,7 @@ fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u
     file
 }
 
-/// Loads a file into an empty cache, or into one with contents, which must remain if the file is refused.
+/// Loads a file into an empty cache, or into a cache with contents. If the file is refused, the contents must remain.
 fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
     let mut cache = if rng.chance(0.8) { subject.empty() } else { subject.filled(rng) };
     let before = subject::contents(cache.saving().unwrap());

@@ -10,7 +10,7 @@ use etkv_tests::Rng;
 
 use crate::file::Parts;
 
-/// Changes a number a little, or to one near a limit.
+/// Changes a number a little, or sets it to a number near a limit.
 fn number(rng: &mut Rng, n: &mut i32) {
     const ODD: [i32; 16] = [
         i32::MIN,
@@ -152,7 +152,7 @@ fn change_group(rng: &mut Rng, group: &mut GroupState) {
     match rng.below(8) {
         0 => number(rng, sequence),
         1 => rearrange(rng, runs),
-        // Replaces its cells by those of another owner.
+        // Replaces the cells of an owner by the cells of another owner.
         2 => runs.clone_from(&others[rng.below(others.len())].runs),
         3 => {
             // Moves all positions.
@@ -211,7 +211,7 @@ fn change_checkpoints(rng: &mut Rng, state: &mut CellsState) {
             let Some(member) = index(rng, sequences.len()) else { return };
             number(rng, &mut sequences[member]);
         }
-        // Adds a copy with cells of its own.
+        // Adds a copy of a checkpoint that owns other cells.
         6 | 7 => {
             let from = state.checkpoints[at].clone();
             let taken = |owner: i32| state.checkpoints.iter().any(|kept| kept.owner == owner);
@@ -225,7 +225,7 @@ fn change_checkpoints(rng: &mut Rng, state: &mut CellsState) {
             let position = from.position.saturating_add(by);
             state.checkpoints.push(CheckpointState { owner, position, ..from });
         }
-        // A checkpoint takes the cells of a sequence, or loses its own.
+        // Gives a checkpoint the cells of a sequence, or removes the checkpoint's cells.
         8 => {
             let owner = state.checkpoints[at].owner;
             let Some(group) = group(rng, state) else { return };
@@ -350,7 +350,7 @@ pub fn change_sections(rng: &mut Rng, parts: &mut Parts) {
             section.shape[dim] = rng.pick(&[0, 1, section.shape[dim] + 1, 1 << 40, u64::MAX]);
         }
         7 => {
-            // Fills a section with bytes that are not sensible numbers.
+            // Fills a part of a section with one byte.
             let section = &mut parts.sections[at];
             let Some(start) = index(rng, section.bytes.len()) else { return };
             let end = (start + rng.below(200)).min(section.bytes.len());

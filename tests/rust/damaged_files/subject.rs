@@ -117,7 +117,7 @@ impl Subject {
     }
 }
 
-/// Fails for errors that report a state in which the cache cannot be.
+/// Fails if an error reports a state that the cache cannot have.
 fn ignore<T>(result: Result<T>) {
     if let Err(error) = result {
         assert!(!matches!(error.status(), Status::Internal | Status::Backend), "{error}");
@@ -183,7 +183,7 @@ fn grow_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     if rng.chance(0.2) {
         return proposed;
     }
-    // If they did not fit, earlier ones may be pending.
+    // If these candidates did not fit, earlier candidates may still be pending.
     ignore(proposed);
     run_tree(rng, cache, sequence)?;
     if let Some(trees) = cache.trees_mut().filter(|_| rng.chance(0.3)) {
@@ -215,8 +215,8 @@ fn run_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     ran
 }
 
-/// Uses a cache in every way. After a damaged file its results may be wrong. But nothing may panic or poison the
-/// cache, and what the cache reports as possible must succeed.
+/// Makes every kind of call on a cache. If the cache has loaded a damaged file, its results may be wrong. But no call
+/// may panic or poison the cache, and a call that the cache reports as possible must succeed.
 pub fn exercise(rng: &mut Rng, cache: &mut AnyCache) {
     let _ = (cache.memory(), cache.report());
     for _ in 0..10 {

@@ -14,7 +14,7 @@ pub trait Backend: 'static {
     /// Whether a failing op fails when it is called, rather than when its outputs are computed.
     const COMPUTES_AT_ONCE: bool = false;
 
-    /// Whether its caches can be saved.
+    /// Whether caches of this backend can be saved.
     const SAVES: bool = true;
 
     /// Runs `work` in a context where tensors may be created and computed.
@@ -43,8 +43,8 @@ pub trait Backend: 'static {
     /// Returns rows after rounding in a quantized format.
     fn quantized(rows: &[Row], format: KvFormat) -> Rows;
 
-    /// Returns a tensor like `x` whose computation fails, or the error if
-    /// [`COMPUTES_AT_ONCE`](Self::COMPUTES_AT_ONCE).
+    /// Returns a tensor like `x` whose computation fails. If [`COMPUTES_AT_ONCE`](Self::COMPUTES_AT_ONCE), returns
+    /// the error instead.
     fn failing(x: &Tensor<Self>) -> Result<Tensor<Self>>
     where
         Self: Sized;

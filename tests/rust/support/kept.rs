@@ -46,8 +46,8 @@ impl WindowModel {
         self.held.entry(sequence).or_default().extend(ids);
     }
 
-    /// Ends a step of this sequence. If another step of the maximum size might not fit, drops tokens that neither the
-    /// window nor a rewind of one step needs.
+    /// Ends a step of this sequence. If another step of the maximum size might not fit, drops tokens. Keeps the
+    /// tokens that the window or a rewind of one step needs.
     pub fn slide(&mut self, model: &Model, sequence: i32) {
         let Some(held) = self.held.get_mut(&sequence) else {
             return;

@@ -59,7 +59,7 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
     }
 }
 
-/// Returns the seed in `ETKV_SEED`, or the seeds from `ETKV_FIRST` on, whose number is in `ETKV_RUNS`.
+/// Returns the seed in `ETKV_SEED`, or `ETKV_RUNS` seeds that begin with `ETKV_FIRST`.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
     let first = number("ETKV_FIRST").unwrap_or(0);
     match number("ETKV_SEED") {

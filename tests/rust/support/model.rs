@@ -21,7 +21,7 @@ pub fn is_seen(policy: LayerPolicy, at: i32, position: i32) -> bool {
         }
 }
 
-/// Returns the least position at which a query sees no dropped position, if `last` is the last dropped one.
+/// Returns the least position at which a query sees no dropped position. `last` is the last dropped position.
 pub fn first_exact(policy: LayerPolicy, last: i32) -> i32 {
     (last + 1..).find(|&at| !is_seen(policy, at, last)).unwrap_or(i32::MAX)
 }
@@ -268,8 +268,8 @@ impl Model {
         tokens.iter().copied().filter(inside).collect()
     }
 
-    /// Returns every reason to refuse a copy. Also returns the least `next` that `target` may then have if windows
-    /// have dropped tokens.
+    /// Returns every reason to refuse a copy. If windows have dropped tokens, also returns the least next position
+    /// that `target` may then have.
     pub fn copy_refusals(
         &self,
         [source, target]: [i32; 2],

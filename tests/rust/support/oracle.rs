@@ -17,7 +17,7 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     (0..n).map(|_| row()).collect()
 }
 
-/// Returns the first `elements` elements of each row, which are the values that are in keys.
+/// Returns the first `elements` elements of each row: the values of a layer whose values are in its keys.
 pub fn first(rows: &[Row], elements: i32) -> Rows {
     let cut = |values: &Vec<f32>| values[..elements as usize].to_vec();
     rows.iter().map(|heads| heads.iter().map(cut).collect()).collect()

@@ -48,7 +48,7 @@ impl<B: Backend> Kernels<B> for Plain {
     }
 }
 
-/// The inputs of one token in a layer. Those of a convolution are `k`.
+/// The inputs of one token in a layer. A convolution has only `k`.
 pub struct Inputs {
     pub q: Row,
     pub k: Row,
@@ -108,8 +108,8 @@ fn inputs(layer: usize, sizes: &Sizes, token: Token) -> Inputs {
     Inputs { q, k, v, g, beta }
 }
 
-/// Returns the output of a convolution: the sum of the products of the columns, those before the token and its own,
-/// with weights that depend on the distance.
+/// Returns the output of a convolution. It is a weighted sum of the token's column and the columns before it. The
+/// weights depend on the distance.
 fn convolve(columns: &[&[f32]], width: usize) -> Vec<f32> {
     let own = columns[columns.len() - 1];
     let seen = &columns[columns.len().saturating_sub(width)..];

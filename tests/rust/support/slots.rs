@@ -28,13 +28,13 @@ impl LayerGroupSlots {
         }
     }
 
-    /// Moves rows. All are read before any is written.
+    /// Moves rows. All rows are read before any row is written.
     pub fn relocate(&mut self, from: &Slots, to: &Slots) {
         let (from, to) = (distinct(from), distinct(to));
         assert_eq!(from.len(), to.len(), "a target for each source");
         assert!(from.iter().zip(&to).all(|(from, to)| from != to), "a row moves to its own slot");
         let gathered: Vec<Option<Id>> = from.iter().map(|&slot| self.slots[slot]).collect();
-        // Each token is then in one slot.
+        // Afterwards, each token is in one slot only.
         from.iter().for_each(|&slot| self.slots[slot] = None);
         for (&slot, id) in to.iter().zip(gathered) {
             assert!(id.is_some(), "a row moves to slot {slot} that was never written");

@@ -13,13 +13,13 @@ const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 
-/// A kind of cache, in one of three formats. It keeps whole texts, or drops some of their rows: because of a window
-/// in its second layer or, in two of the formats, in recurrent layers.
+/// A kind of cache, in one of three formats. It keeps whole texts, or drops some of their rows. It drops rows because
+/// of a window in its second layer or, in two of the formats, because of recurrent layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextShape {
     pub kind: usize,
     pub windowed: bool,
-    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits from position [`CONVERTED_AT`] on.
+    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits once the cache has [`CONVERTED_AT`] positions.
     pub format: usize,
 }
 
@@ -82,7 +82,7 @@ pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
             // Texts that diverge after this position can continue from it.
             cache.mark_turn(70).unwrap();
         }
-        // Steps end at the same tokens, wherever a cache begins.
+        // Steps end at the same tokens, whatever the number of tokens in the cache is at the start.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return;

@@ -20,7 +20,7 @@ use crate::oracle::{self, Row, Rows};
 pub struct Tensor {
     shape: [i32; 4],
     values: Vec<f32>,
-    /// Whether its computation fails.
+    /// Whether the computation of this tensor fails.
     fails: bool,
 }
 
@@ -342,7 +342,7 @@ impl Store for VecStore {
         Ok(())
     }
 
-    /// Copies the rows, because this store shares no memory.
+    /// Copies the rows, because this store cannot share memory.
     fn freeze(&mut self, slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
         may_fail(Failure::Grow)?;
         let of = |(buffers, &end): (&[Buffer; 2], &i32)| {

@@ -1,5 +1,5 @@
-//! Caches of sequences and trees, in every format. They are compared with attention from first principles over the
-//! rows that the queries see by the model of tokens.
+//! Caches of sequences and trees, in every format. Their attention is compared with attention from first principles,
+//! over the rows that each query sees in the model of tokens.
 //!
 //! Formats that round are compared over the rounded rows. A failure prints its seed; `ETKV_SEED=<seed>` runs only
 //! that seed, `ETKV_RUNS=<n>` runs `n` seeds.
@@ -141,7 +141,7 @@ impl<B: Backend> Run<B> {
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences_mut().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
-            // Takes tokens of two sequences, if both continue at the same position.
+            // Runs a step of tokens of two sequences, if both continue at the same position.
             let other = self.rng.pick(&free);
             let all = self.model.declared.iter().flatten().flatten();
             let all: Vec<i32> = all.copied().filter(|&one| one != other).collect();
@@ -242,8 +242,8 @@ impl<B: Backend> Run<B> {
             step.commit_unread(&[]).map_or_else(|error| refused(&error, spoiled), drop);
             let late = self.cache.length() > length;
             match spoiled {
-                // The next call that changes the cache reads the values. If this call begins a step, the one after it
-                // does.
+                // The next call that changes the cache reads the values. If this call begins a step, the call after
+                // it reads the values.
                 None => {
                     self.model.commit(owners, &ids);
                     self.quantize();
@@ -392,7 +392,7 @@ fn refused(error: &Error, spoiled: Option<usize>) {
     assert!(error.message().contains(&layer), "{error}: expected {layer}");
 }
 
-/// Checks that queries attend to the rows that they see by the model.
+/// Checks that queries attend to the rows that they see in the model.
 fn assert_sees<B: Backend>(
     model: &Model,
     policy: LayerPolicy,

@@ -1,4 +1,4 @@
-//! The contiguous cache, compared with a slow and simple one over generated operations.
+//! The contiguous cache, compared with a slow and simple model of it over generated operations.
 //!
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
@@ -254,7 +254,7 @@ impl<B: Backend> Run<B> {
     }
 }
 
-/// Checks that queries from position `start` on attend to the rows that they see.
+/// Checks that queries at or after position `start` attend to the rows that they see.
 fn assert_sees<B: Backend>(
     policy: LayerPolicy,
     start: usize,

@@ -64,7 +64,7 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
 /// Rows of a step that was evaluated and dropped are in free cells.
 pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     let run = || -> Result<()> {
-        // There are enough cells for room between sequences.
+        // There are enough cells to leave room between sequences.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences_mut().unwrap().begin_step(&[1; 8])?;
@@ -140,7 +140,7 @@ fn fill<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<()> {
     Ok(())
 }
 
-/// Runs a step that fails in layer `failing`, or after the last layer for 3.
+/// Runs a step that fails in layer `failing`, or after the last layer if `failing` is 3.
 fn fail<B: Backend>(
     cache: &mut ContiguousCache<B::Store>,
     start: i32,

@@ -1,5 +1,6 @@
-//! Caches of models with recurrent layers. They are compared with each sequence run alone from its beginning: bit for
-//! bit in recurrent layers, whatever was forked, cut, aborted, saved, shared or proposed earlier.
+//! Caches of models with recurrent layers. They are compared with each sequence run alone from its beginning. In
+//! recurrent layers the results must have the same bits, whatever was forked, cut, aborted, saved, shared or proposed
+//! earlier.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -43,8 +44,8 @@ impl Tree {
 struct Text {
     tokens: Vec<Token>,
     tree: Tree,
-    /// The number of the load that its first tokens came from, or 0 for steps. Equal texts of two loads are in
-    /// different cells.
+    /// The number of the load from which the sequence's first tokens came, or 0 if they came from steps. Equal texts
+    /// of two loads are in different cells.
     origin: u64,
     /// The least position from which every rewind must succeed.
     low: i32,
@@ -57,7 +58,7 @@ impl Text {
         self.tokens.len() as i32
     }
 
-    /// Records that the tokens from `start` on were committed.
+    /// Records that the tokens at or after `start` were committed.
     fn committed(&mut self, start: i32, anchors: i32) {
         let next = self.next();
         let oldest = ((next - 1).max(0) / BLOCK - (anchors - 1)).max(0) * BLOCK;
@@ -95,7 +96,7 @@ struct Run<B: Backend, K> {
     cache: CellsCache<B::Store>,
     texts: BTreeMap<i32, Text>,
     fresh: Token,
-    /// Whether the model knows every checkpoint. It does if none was dropped to make room, and no window slides.
+    /// Whether the model has every checkpoint: none was dropped to make room, and no window slides.
     exact: bool,
     aborts: bool,
     kernels: PhantomData<K>,
@@ -229,7 +230,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 return;
             }
             if at < text.next() {
-                // The marks remain, because they may be of the new text.
+                // The marks remain, because they may belong to the new text.
                 let marks = text.marks.clone();
                 text.cut(at);
                 text.marks = marks;
@@ -261,7 +262,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 current = self.rng.pick(&chosen);
             }
             let text = texts.get(&current).cloned().unwrap_or_default();
-            // Takes a token of all sequences with the same text.
+            // Runs a step of one token that all sequences with the same text share.
             let same: Vec<i32> = free
                 .iter()
                 .copied()
@@ -412,7 +413,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             assert!(reachable <= at);
         }
         let boundary = at / BLOCK * BLOCK;
-        // Whether there is an anchor at the very end of a text depends on how the end was reached.
+        // Whether there is an anchor at the very end of a text depends on the steps that reached the end.
         if boundary == text.next() || self.cache.config().checkpoints == 0 || !self.exact {
             return;
         }

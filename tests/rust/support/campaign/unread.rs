@@ -62,7 +62,7 @@ fn seen<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32]) -> Vec<
 
 /// Returns a cache of three layers in which sequences 0 and 1 share two tokens, and have one more token each.
 fn forked<B: Backend>(format: KvFormat) -> CellsCache<B::Store> {
-    // There are enough cells for room between sequences.
+    // There are enough cells to leave room between sequences.
     let mut cache = cache::<B>(CacheConfig::uniform(3, 1, DIM as i32, 512).stored_as(format));
     seen::<B>(&mut cache, &[0, 0]);
     cache.sequences_mut().unwrap().seq_cp(0, 1, 0..i32::MAX).unwrap();
@@ -76,8 +76,8 @@ fn assert_undone<B: Backend>(cache: &mut CellsCache<B::Store>) {
     let cells = cache.sequences().unwrap();
     assert_eq!([0, 1, 2].map(|one| cells.seq_len(one).unwrap()), [3, 3, 0]);
     assert_eq!(cells.live_sequences(), [0, 1]);
-    // Sequence 2 takes the first of the cells that are free again, and 3 takes cells after them. The cells between
-    // them are read with a mask.
+    // Sequence 2 takes the first of the cells that are free again, and sequence 3 takes cells after these. The cells
+    // between them are read with a mask.
     for sequences in [&[2][..], &[3], &[0, 3], &[2, 1, 0], &[0; 9], &[1, 2]] {
         for value in seen::<B>(cache, sequences) {
             assert!((value - 1.0).abs() < 0.1, "{value}");
@@ -98,7 +98,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
         |cache| cache.trees_mut().unwrap().propose(0, &[-1]),
         |cache| cache.rewind(1),
         |cache| cache.convert(KvFormat::F32, KvFormat::F32),
-        // The next step, and one that begins after it.
+        // The next step, and a step that begins after it.
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit(&[]),
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit_unread(&[]),
         |cache| {

@@ -1,5 +1,5 @@
-//! Damaged files. Some bytes are changed, removed, added or swapped. Or integers and words of the header are
-//! replaced, and the checksums corrected.
+//! Damaged files. Either some bytes are changed, removed, added or swapped, or integers and words of the header are
+//! replaced and the checksums corrected.
 //!
 //! A second cache does not load the damaged files. After each file both caches must give the same results.
 
@@ -52,7 +52,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
 fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let end = header_end(bytes);
     let mut text = String::from_utf8(bytes[8..end].to_vec()).unwrap().trim_end().to_owned();
-    // Mostly in the integers of the cache, because most other numbers are offsets of tensors.
+    // Mostly replaces integers of the cache, because most other numbers are offsets of tensors.
     let state = text.find("\"cache\":").unwrap_or(0);
     let from = if rng.chance(0.8) { state } else { 0 };
     let digits: Vec<usize> = (from.max(1)..text.len())

@@ -196,7 +196,7 @@ fn frontiers<B: Backend>(
     let Some(trees) = cache.trees() else {
         return Err(refused);
     };
-    // Only frontiers of one depth, so that positions are known.
+    // These are the positions of a single frontier after each sequence. For deeper trees the step is refused.
     let mut positions = Vec::new();
     for sequence in trees.live_sequences() {
         let n = trees.tree_len(sequence)?;

@@ -68,7 +68,7 @@ pub fn loaded_caches_continue_like_saved_ones<B: Backend>() {
                 }
                 let tokens = [round, -1, i64::MAX];
                 save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
-                // Loads into a new cache, or into one with contents, which are replaced.
+                // Loads into a new cache, or into a cache whose contents are replaced.
                 if caches.len() < 3 {
                     caches.push(shape.make::<B>());
                 }

@@ -1,5 +1,5 @@
-//! Single sequences of caches in files. They continue in another cache next to other sequences, which are unchanged,
-//! or they are refused and nothing changes.
+//! Single sequences of caches in files. A sequence continues in another cache next to other sequences, which are
+//! unchanged. Or it is refused, and nothing changes.
 
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -84,7 +84,7 @@ pub fn a_sequence_joins_others_that_stay<B: Backend>() {
                     let waits = saved.config().quantized_kv_start.is_some();
                     let fits = fit(saved.formats(), formats);
                     let expected = match error.status() {
-                        // There is no room for them, or for floats that wait for their conversion.
+                        // There is no room for the rows, or for rows in float that wait for their conversion.
                         Status::Capacity => {
                             (fits || waits) && length + n > other.capacity().min(12)
                         }
@@ -105,7 +105,7 @@ pub fn a_sequence_joins_others_that_stay<B: Backend>() {
     }
 }
 
-/// Runs the next `n` tokens of a sequence. Returns the bits of the rows that they see.
+/// Runs the next `n` tokens of a sequence. Returns the bits of the rows that these tokens see.
 fn go_on<B: Backend>(seed: u64, cache: &mut AnyCache<B>, sequence: i32, n: i32) -> Vec<u32> {
     let all = cache.sequences_mut().unwrap();
     let next = all.seq_next(sequence).unwrap();
@@ -129,8 +129,8 @@ fn check_alike(found: &[u32], expected: &[u32], same_bits: bool) {
     assert!(found.len() == expected.len() && all, "other values");
 }
 
-/// Later results are equal in caches that have the sequence under another number, alone, or as the only one of a
-/// saved cache. Rows of a window may be in another order, in which values are summed.
+/// Later results are equal in three caches: one has the sequence under another number, one has it alone, and one has
+/// loaded it from a cache that had no other. Rows of a window may be in another order, in which values are summed.
 pub fn a_sequence_goes_on_alike<B: Backend>() {
     if !B::SAVES {
         return;
@@ -248,7 +248,8 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// A contiguous cache may have such values, because no other sequence reads them. In shared cells others would.
+/// A contiguous cache may have such values, because no other sequence reads them. In shared cells, other sequences
+/// would read them.
 pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
     if !B::SAVES {
         return;
