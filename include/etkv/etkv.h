@@ -30,8 +30,8 @@
  *   Arrays    are a pointer and a number of elements. NULL is allowed for 0
  *             elements.
  *   Defects   inside etkv become ETKV_ERROR_INTERNAL. After a defect, the
- *             program or the cache in which it happened returns that status from
- *             every call, through every handle. The object can still be
+ *             program or the cache in which it happened returns that status
+ *             from every call, through every handle. The object can still be
  *             freed, and its facts are still returned.
  *   Poisoned  A cache is poisoned if a failure left its contents unknown. After
  *             ETKV_ERROR_BACKEND, etkv_cache_clear() makes it usable again.
@@ -86,10 +86,10 @@
  *
  *   A process that is forked from one with live handles has none of etkv's
  *   threads, and locks that other threads held stay locked. In such a process
- *   every call that can fail returns ETKV_ERROR_STEP, facts have the values for
- *   no live handle, and nothing is freed. Call exec() after fork(), or make
- *   handles in the new process only. Programs of ExecuTorch and MLX cannot run
- *   there either, but etkv does not refuse them.
+ *   every call that can fail returns ETKV_ERROR_STEP, facts are returned as for
+ *   a handle that is not live, and nothing is freed. Call exec() after fork(),
+ *   or make handles in the new process only. Programs of ExecuTorch and MLX
+ *   cannot run there either, but etkv does not refuse them.
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The log callback runs on any thread, on several at once, and

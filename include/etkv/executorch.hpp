@@ -48,8 +48,8 @@ enum class Logits {
 
 /// The passes that change a program of the MLX delegate when it is loaded.
 enum class Passes {
-  standard, ///< those that make it faster on its device
-  none, ///< only those that other options need, for comparison and debugging
+  standard, ///< passes that make it faster on its device
+  none, ///< only passes that other options need, for comparison and debugging
   /// As `standard`, but captures no step as a CUDA graph.
   interpreted,
 };

@@ -135,7 +135,7 @@ enum {
   ETKV_RUN_AHEAD_ALWAYS = 2,
 };
 
-/** How answers are made. The caller owns what it points to. */
+/** The options of answers. The caller owns what the struct points to. */
 typedef struct etkv_generation_options {
   size_t struct_size;
   /** How tokens are chosen; NULL for greedy. */

@@ -110,7 +110,7 @@ enum class RunAhead : etkv_run_ahead {
   always = ETKV_RUN_AHEAD_ALWAYS,  ///< also on a CPU
 };
 
-/// How answers are made.
+/// The options of answers.
 struct GenerationOptions {
   Sampling sampling = {};
   /// The maximum tokens of an answer.

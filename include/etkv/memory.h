@@ -76,8 +76,9 @@ typedef struct etkv_memory_budget {
    */
   uint64_t held;
   /**
-   * The most that they have held or reserved. Bytes that a step reserves count
-   * even if the step is rolled back before it allocates; refused bytes do not.
+   * The maximum that they have held or reserved. Bytes that a step reserves
+   * count even if the step is rolled back before it allocates; refused bytes do
+   * not.
    */
   uint64_t peak;
   /** The number of caches, including empty ones. */

@@ -89,7 +89,7 @@ ask_memory(size_t n_layers, size_t n_recurrent_layers, Call call) {
 struct MemoryBudget {
   uint64_t limit = 0;  ///< the maximum that they may hold; 0: no limit
   uint64_t held = 0;   ///< bytes that they hold, old and new in a replacement
-  uint64_t peak = 0;   ///< the most that they have held or reserved
+  uint64_t peak = 0;   ///< the maximum that they have held or reserved
   size_t n_caches = 0; ///< the number of caches, including empty ones
 };
 
@@ -151,9 +151,9 @@ inline uint64_t free_memory(uint64_t bytes, void* user) noexcept {
 } // namespace detail
 
 /// Sets the callback that may free memory before the memory budget refuses a
-/// call. It replaces the earlier callback, which is destroyed before this
-/// call returns. An empty one removes it. See etkv_memory_budget_set_callback
-/// for the errors.
+/// call. It replaces the earlier callback, which is destroyed before this call
+/// returns. An empty callback removes the earlier one. See
+/// etkv_memory_budget_set_callback for the errors.
 inline Result<void> set_memory_callback(MemoryCallback callback) {
   auto& state = detail::memory_state();
   std::unique_ptr<MemoryCallback> next;

@@ -55,8 +55,8 @@ inline void pass_on(
 
 /// Sets the callback that receives the messages that `filter` lets pass. It
 /// replaces the earlier callback, which is destroyed before this call returns.
-/// An empty one removes it. See etkv_set_log_callback for `filter` and the
-/// errors.
+/// An empty callback removes the earlier one. See etkv_set_log_callback for
+/// `filter` and the errors.
 inline Result<void> set_log_callback(
     const std::string& filter,
     LogCallback callback) {

@@ -220,7 +220,7 @@ pub unsafe extern "C" fn etkv_generation_warm_up(
     }
 }
 
-/// The tokens of one call, by prompt: an id, or -1, and the number of the reason why the answer ended.
+/// The result of one call for each prompt: a token id or -1, and the number of the reason why the answer ended.
 struct Next {
     tokens: Vec<(i64, i32)>,
     count: usize,

@@ -48,8 +48,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Returns the payload of the program with a main chain, and with an init chain if there are two and none
-    /// is nested.
+    /// Returns the payload of the program. The first chain is the main chain. A second chain is the init chain,
+    /// unless chains are nested.
     pub fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
         let builder = &mut FlatBufferBuilder::new();
         let chains: Vec<_> = chains(builder)

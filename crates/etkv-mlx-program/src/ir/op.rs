@@ -207,7 +207,7 @@ pub enum Op {
         shape: Vec<Int>,
         perm: Vec<i32>,
     },
-    /// Created by a pass: a transposition, then a reshape. One reshape is enough in the same case.
+    /// Created by a pass: a transposition, then a reshape. As for the previous operation, one reshape may be enough.
     TransposeReshape {
         x: Value,
         perm: Vec<i32>,

@@ -171,7 +171,7 @@ impl Program {
         self.0.main.chain().outputs.len() - self.0.buffers.len()
     }
 
-    /// Sets the buffers that the program keeps between calls to zero.
+    /// Zeroes the buffers that the program keeps between calls.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend).
