@@ -264,7 +264,7 @@ def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
     if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
         raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, expected [q_len] or [q_len, n]")
     if n_tokens is not None and position.shape[0] != n_tokens:
-        raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {n_tokens} queries")
+        raise status_error(Status.SHAPE, f"expected a position for each of {n_tokens} queries, got {position.shape[0]}")
     first: Tensor = position if position.dim() == 1 else position[:, 0]
     return [int(at) for at in first.tolist()]
 

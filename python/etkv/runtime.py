@@ -276,7 +276,7 @@ class Program:
             raise EtkvError(f"positions has shape {list(at.shape)}, expected [T], [T, 1] or [1, T]")
         ids, at = ids.reshape(1, -1), at.reshape(-1)
         if ids.numel() != at.numel():
-            raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
+            raise EtkvError(f"expected a position for each of {ids.numel()} tokens, got {at.numel()}")
         if self.max_step_tokens is not None and ids.numel() > self.max_step_tokens:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self.max_step_tokens}")
         return ids, at

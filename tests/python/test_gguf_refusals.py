@@ -156,7 +156,7 @@ def test_values_that_cannot_be(opened, key, value, said):
         ("apertus", ".xielu.alpha_p", [0.5], "expected finite numbers, one for each of 2 layers"),
         ("apertus", ".xielu.beta", None, "lacks apertus.xielu.beta"),
         ("gemma4", ".attention.sliding_window_pattern", [True], "expected a flag for each of 2 layers"),
-        ("gemma4", ".rope.dimension_count_swa", 8, "heads of 16 elements rotate whole"),
+        ("gemma4", ".rope.dimension_count_swa", 8, "all 16 elements of a head are rotated"),
         ("gemma4, shared layers", ".attention.shared_kv_layers", 4, "the model has 4 layers"),
         ("gemma4, shared layers", ".feed_forward_length", [128, 256, 128, 256], "one width, or twice that"),
         ("gemma4, experts", ".attention.head_count_kv", [2, 0], "expected numbers above 0"),
@@ -175,7 +175,7 @@ def test_frequencies_that_no_head_of_gemma4_has(opened):
     factors = np.array([1.0, 2.0, *[1e30] * 14], dtype=np.float32)
     whole = file.tensors["rope_freqs.weight"]
     file.tensors = file.tensors | {"rope_freqs.weight": _Read(whole.shape, factors)}
-    with pytest.raises(EtkvError, match=r"a tensor rope_freqs\.weight with other values than 1 and then 1e30"):
+    with pytest.raises(EtkvError, match=r"a tensor rope_freqs\.weight, whose values must be ones and then 1e30"):
         gguf.read_config(file)
 
 

@@ -204,7 +204,11 @@ BAD = {
     "q of another head_dim": ({"q": torch.zeros(1, 4, 2, 16)}, Status.SHAPE, r"q of shape .*, got \[1, 4, 2, 16\]"),
     "v_head_dim": ({"v": torch.zeros(1, 2, 2, 4)}, Status.SHAPE, r"v of shape .*, got \[1, 2, 2, 4\]"),
     "tokens": ({"k": torch.zeros(1, 2, 3, 8)}, Status.SHAPE, r"k of shape .*, got \[1, 2, 3, 8\]"),
-    "too few positions": ({"position": torch.tensor([2])}, Status.SHAPE, "position has 1 entries for 2 queries"),
+    "too few positions": (
+        {"position": torch.tensor([2])},
+        Status.SHAPE,
+        "expected a position for each of 2 queries, got 1",
+    ),
     "positions in a cube": (
         {"position": torch.zeros(2, 1, 1).long()},
         Status.SHAPE,

@@ -86,7 +86,7 @@ def test_a_family_that_computes_every_row():
         def forward(self, input_ids, **others):
             """Accept and ignore further arguments."""
 
-    with pytest.raises(EtkvError, match="logits last: model family 'wordy' computes every row of its logits"):
+    with pytest.raises(EtkvError, match="logits last: model family 'wordy' cannot compute only the last row of logits"):
         Forward(Model(), last_logits=True)
 
 

@@ -123,7 +123,11 @@ def test_a_forward_that_ends_with_its_block_is_rolled_back(inputs):
 
 BAD = {
     "a gap": ({"position": torch.tensor([4])}, Status.POSITION, "expected position 3 for sequence 0, got 4"),
-    "too many positions": ({"position": torch.tensor([3, 4])}, Status.SHAPE, "position has 2 entries for 1"),
+    "too many positions": (
+        {"position": torch.tensor([3, 4])},
+        Status.SHAPE,
+        "expected a position for each of 1 queries, got 2",
+    ),
     "heads": ({"v": torch.zeros(1, 3, 1, V_DIM)}, Status.SHAPE, r"for H a multiple of Hk, got .* \[1, 3, 1, 6\]"),
     "a decay of values": ({"g": torch.zeros(1, HEADS, 1, V_DIM)}, Status.SHAPE, r"g of \[1, H, T\] or"),
     "a layer too many": ({"layer_id": 2}, Status.SHAPE, "expected a layer from 0 to 1, got 2"),

@@ -231,7 +231,7 @@ def test_a_tree_of_candidates(llama, expected):
     [
         ([1], [9], etkv.PositionError, "position 9 leaves a gap: the next is 7"),
         ([1], [-1], etkv.PositionError, "-1"),
-        ([1, 2], [7], etkv.EtkvError, "there are 1 positions for 2 tokens"),
+        ([1, 2], [7], etkv.EtkvError, "expected a position for each of 2 tokens, got 1"),
         ([320], [7], etkv.StatusError, "from 0 to 319, got 320"),
         ([1] * 58, range(7, 65), etkv.CapacityError, "64"),
         ([1] * 65, range(7, 72), etkv.EtkvError, "the step has 65 tokens, the program takes at most 64"),

@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens in one execution, at most the context and the smallest sliding window "
         f"(default: that limit, but at most {DEFAULT_PREFILL_CHUNK}). With 2048 a fast GPU reads long prompts faster, "
-        "with more memory",
+        "but needs more memory",
     )
     parser.add_argument(
         "--layers",

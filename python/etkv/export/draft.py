@@ -180,4 +180,7 @@ def _check_embeddings(model: PreTrainedModel) -> None:
     finally:
         hook.remove()
     if not torch.equal(got[0], given):
-        raise EtkvError(f"draft: model family {model.config.model_type!r} changes embeddings before its first layer")
+        raise EtkvError(
+            f"draft: cannot fit a draft of model family {model.config.model_type!r}: it changes embeddings before its "
+            "first layer"
+        )

@@ -87,7 +87,9 @@ def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]
     if not last_only:
         return {}
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
+        raise EtkvError(
+            f"logits last: model family {model.config.model_type!r} cannot compute only the last row of logits"
+        )
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
         # The argument is a number or a slice. With a number, layers that share keys and values would also compute
         # only the last token. A slice limits only the head.

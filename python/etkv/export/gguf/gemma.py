@@ -86,7 +86,7 @@ def _gemma4(keys: Keys) -> tuple[str, Settings]:
     head_dim, whole = keys.positive("attention.key_length_swa"), keys.positive("attention.key_length")
     for size, end in ((head_dim, "_swa"), (whole, "")):
         keys.only(f"attention.value_length{end}", size, reason=f"but keys have {size} elements")
-        keys.only(f"rope.dimension_count{end}", size, reason=f"but heads of {size} elements rotate whole")
+        keys.only(f"rope.dimension_count{end}", size, reason=f"but all {size} elements of a head are rotated")
     heads = keys.of_layers("attention.head_count_kv", n_layers)
     of_windows = _one_of(keys, "attention.head_count_kv", heads, kinds, "sliding_attention")
     of_whole = _one_of(keys, "attention.head_count_kv", heads, kinds, "full_attention")
@@ -151,7 +151,9 @@ def _rotary(keys: Keys, whole: int) -> Settings:
     factors = keys.vector(rope.FACTORS, whole // 2) or [1.0] * (whole // 2)
     rotated = sum(factor == 1.0 for factor in factors)
     if factors[:rotated] != [1.0] * rotated or any(factor < 0.99 * _UNROTATED for factor in factors[rotated:]):
-        raise keys.refuse("rope.dimension_count", f"and a tensor {rope.FACTORS} with other values than 1 and then 1e30")
+        raise keys.refuse(
+            "rope.dimension_count", f"and a tensor {rope.FACTORS}, whose values must be ones and then 1e30"
+        )
     full = {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * rotated / whole}
     return {
         "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}

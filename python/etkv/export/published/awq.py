@@ -62,7 +62,9 @@ class Awq(Format):
             # Rows of scales and zero points are padded to whole words.
             words = zeros.shape[-1]
             if words * _IN_WORD < groups:
-                raise settings.refuse(f"tensor {zeros.name} is {zeros.described()}, and there are {groups} groups")
+                raise settings.refuse(
+                    f"tensor {zeros.name} is {zeros.described()}, expected zero points of {groups} groups"
+                )
             settings.check(zeros, ("int32",), (rows, words))
             settings.check(scales, FLOATS, (rows, words * _IN_WORD))
             return Grouped(partial(_gemv, codes, zeros, scales, groups))

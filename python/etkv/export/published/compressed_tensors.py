@@ -58,7 +58,7 @@ class CompressedTensors(Format):
         self._format = settings.one_of("format", (*_FORMATS, "mixed-precision"), "dense")
         groups = values.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-            raise settings.refuse("config_groups is not a table of groups")
+            raise settings.refuse("expected config_groups as a table of groups")
         self._groups: list[Mapping[str, Any]] = list(groups.values())
         for group in self._groups:
             for target in group.get("targets") or ():
@@ -79,7 +79,9 @@ class CompressedTensors(Format):
         kind = group.get("format") or self._format
         args = group.get("weights") or {}
         if kind not in _FORMATS or kind == "dense":
-            raise settings.refuse(f"weight {name} has the format {kind!r}, but the tensors {', '.join(sorted(parts))}")
+            raise settings.refuse(
+                f"weight {name} has the format {kind!r}, but its tensors are {', '.join(sorted(parts))}"
+            )
         if "packed" not in parts and args.get("type") == "float" and kind in _INTEGERS:
             kind = "float-quantized"
         scale = settings.part(parts, name, "scale")
@@ -126,7 +128,7 @@ class CompressedTensors(Format):
             return columns
         if strategy not in ("group", "tensor_group") or not isinstance(size, int) or size < 1 or columns % size:
             raise self._settings.refuse(
-                f"weights have the strategy {strategy!r} and a group_size of {size!r} for {columns} columns"
+                f"cannot group {columns} columns by the strategy {strategy!r} with a group_size of {size!r}"
             )
         return size
 
@@ -136,7 +138,7 @@ class CompressedTensors(Format):
         codes, scale, size = (settings.part(parts, name, part) for part in ("packed", "scale", "shape"))
         bits = args.get("num_bits")
         if not isinstance(bits, int) or not 1 <= bits <= 8 or args.get("type", "int") != "int":
-            raise settings.refuse(f"weights have num_bits {bits!r} and type {args.get('type')!r}")
+            raise settings.refuse(f"num_bits is {bits!r} and type {args.get('type')!r}, expected 1 to 8 and 'int'")
         rows, columns = (int(length) for length in size.read().flatten().tolist())
         words = words_of(columns, bits)
         if 32 % bits and words == -(-columns // (32 // bits)):
@@ -161,7 +163,8 @@ class CompressedTensors(Format):
         """Return a weight of integers of 8 bits."""
         if len(codes.shape) != 2 or args.get("num_bits") not in (4, 8):
             raise self._settings.refuse(
-                f"tensor {codes.name} is {codes.described()}, with num_bits {args.get('num_bits')!r}"
+                f"tensor {codes.name} is {codes.described()} with num_bits {args.get('num_bits')!r}, expected a matrix "
+                "with num_bits 4 or 8"
             )
         rows, columns = codes.shape
         self._settings.check(codes, ("int8",), codes.shape)

@@ -42,7 +42,7 @@ def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | Non
     columns = packed.shape[1] * 2
     size = 32 if whole is None else 16
     if columns % size:
-        raise settings.refuse(f"tensor {packed.name} has rows of {columns} numbers, and groups have {size}")
+        raise settings.refuse(f"tensor {packed.name} has rows of {columns} numbers, expected a multiple of {size}")
     settings.check(packed, ("uint8",), packed.shape)
     dtypes = ("uint8", "float8_e8m0fnu") if whole is None else ("float8_e4m3fn",)
     settings.check(scale, dtypes, (packed.shape[0], columns // size))

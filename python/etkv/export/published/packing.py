@@ -41,7 +41,7 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def power_scales(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the powers of two with biased exponents (bias 127) in uint8: float32. 255 is NaN."""
+    """Return the powers of two, in float32, for uint8 exponents with a bias of 127. 255 is NaN."""
     return exponents.contiguous().view(torch.float8_e8m0fnu).float()
 
 
