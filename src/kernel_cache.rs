@@ -1,9 +1,9 @@
 //! Keeps the kernels that MLX compiles for an NVIDIA GPU, for later processes.
 //!
 //! MLX looks up kernels by name in a folder, and writes the kernels that it compiles to the same folder. By default
-//! all users and GPUs share one folder, and a process that reads while another one writes finds an incomplete kernel.
-//! Here each process has a separate folder. It starts with links to the kernels that earlier processes have published
-//! for the same MLX version and the same kind of GPU. New kernels are published once they are complete.
+//! all users and GPUs share one folder, and a process that reads while another process writes finds an incomplete
+//! kernel. Here each process has a separate folder. It starts with links to the kernels that earlier processes have
+//! published for the same MLX version and the same kind of GPU. New kernels are published once they are complete.
 
 use std::fs;
 use std::io;
@@ -115,7 +115,7 @@ fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }
 
-/// Links every complete kernel of `from` that `to` lacks, and as its last file the one that marks the kernel as
+/// Links every complete kernel of `from` that `to` lacks. The last file of a kernel is the one that marks it as
 /// complete. Returns their number.
 fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     let mut n = 0;

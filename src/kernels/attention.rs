@@ -2,7 +2,8 @@
 //! launches for each layer.
 //!
 //! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the kernel also merges
-//! its slices: its blocks count how many have finished, and the last one merges. See `attention.cuh` of `etkv_cuda`.
+//! its slices: each block counts the blocks that have finished, and the last block merges. See `attention.cuh` of
+//! `etkv_cuda`.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -58,8 +59,8 @@ const MAX_SHARED: i32 = 96 << 10;
 const MAX_MERGED: i32 = 16;
 
 /// The counters of one call, and the number of calls with separate counters. A row of blocks needs one counter, or 9
-/// if it has more slices than are merged at once; calls with many rows of blocks have few slices. MLX's graphs have
-/// at most 100 operations, so kernels of calls that are `CALLS` apart never run at the same time.
+/// counters if it has more slices than are merged at once. Calls with many rows of blocks have few slices. MLX's
+/// graphs have at most 100 operations, so kernels of calls that are `CALLS` apart never run at the same time.
 const COUNTERS: i32 = 600;
 const CALLS: i32 = 512;
 

@@ -128,7 +128,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         session.save(path, fingerprint="one")
         for call, words in [
             (lambda: session.load(path), "of the model `one`, expected ``"),
-            (lambda: other.load(path, fingerprint="one"), "`contiguous`, this one is `seq`"),
+            (lambda: other.load(path, fingerprint="one"), "`contiguous`, but this cache is of kind `seq`"),
             (lambda: session.load(tmp_path / "none"), "none"),
             (lambda: session.load(tmp_path), "no file"),
             (lambda: session.save(tmp_path / "no" / "folder"), "folder"),

@@ -202,7 +202,7 @@ impl CacheConfig {
         if self.at_capacity_shared() == u64::MAX {
             fail!(
                 InvalidArgument,
-                "a capacity of {} needs more than 2^64 bytes for these layers; choose a smaller one",
+                "a capacity of {} needs more than 2^64 bytes for these layers; choose a smaller capacity",
                 self.capacity
             );
         }

@@ -17,7 +17,7 @@ pub enum Status {
     Capacity = 2,
     /// A position is negative, leaves a gap, or is not consecutive within its step.
     Position = 3,
-    /// The registry has no cache under this key, or the program was loaded without one.
+    /// The registry has no cache under this key, or the program was loaded without a cache.
     NoCache = 4,
     /// The cache's kind does not support this call.
     Kind = 5,

@@ -110,10 +110,10 @@ impl CacheConfig {
         bytes.unwrap_or(u64::MAX)
     }
 
-    /// Returns the maximum number of anchors of a cache: of several sequences if `shared`, or of one.
+    /// Returns the maximum number of anchors of a cache. `shared` is true if the cache has several sequences.
     pub(crate) fn max_anchors(&self, shared: bool) -> i32 {
         let sequences = if shared { MAX_SEQUENCES } else { 1 };
-        // During a step a sequence has its earlier anchors and those of the step.
+        // During a step, a sequence has its earlier anchors and the anchors of the step.
         let own = 2 * self.anchors.clamp(0, MAX_ANCHORS) * sequences;
         own.saturating_add(self.checkpoints).min(self.capacity)
     }

@@ -113,7 +113,7 @@ impl PlaneFormat {
 pub struct Packing {
     /// The number of bits of a code.
     pub bits: usize,
-    /// The number of elements that share a scale; `None` if all elements of a row share one.
+    /// The number of elements that share a scale; `None` if all elements of a row share one scale.
     pub group: Option<usize>,
     /// The type of a scale: float16, or a byte of E8M0 or E4M3.
     pub scale: Element,
@@ -162,8 +162,8 @@ impl KvFormat {
         self.packing().is_none()
     }
 
-    /// Returns the number of which head_dim must be a multiple: the elements that share a scale or, in formats with
-    /// one scale for each row, the elements in a word of 32 bits.
+    /// Returns a number: head_dim must be a multiple of it. It is the number of elements that share a scale. In
+    /// formats with one scale for each row, it is the number of elements in a word of 32 bits.
     pub const fn granule(self) -> usize {
         match self.packing() {
             None => 1,
@@ -172,7 +172,7 @@ impl KvFormat {
         }
     }
 
-    /// Returns the planes of a row of `head_dim` elements. Codes are packed from the lowest bits on.
+    /// Returns the planes of a row of `head_dim` elements. Codes are packed starting with the lowest bits.
     pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
         let plane = |name, element, width| PlaneFormat { name, element, width };
         let packing = match self.layout() {

@@ -5,8 +5,8 @@ use crate::error::{Error, Result, Status};
 use crate::shared::ProgramCache;
 use crate::store::{RecurrentWork, Spec, Store};
 
-/// The forwards of a host over a cache, one at a time. The first call opens a step, and the step commits once every
-/// call has been made. The step is rolled back if a call fails or if the unfinished forward is dropped.
+/// The forwards of a host over a cache, one after the other. The first call opens a step, and the step commits once
+/// every call has been made. The step is rolled back if a call fails or if the unfinished forward is dropped.
 pub struct Forwards<S: Store> {
     program: ProgramCache<S>,
     /// The positions of the open step; empty if no step is open.
@@ -43,7 +43,7 @@ impl<S: Store> Forwards<S> {
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) for a call that has already been made, and
-    ///   [`Position`](crate::Status::Position) for positions other than those of the first call.
+    ///   [`Position`](crate::Status::Position) if the positions differ from those of the first call.
     /// - Errors of [`AttendCache::begin`], [`update_and_fetch`](AttendCache::update_and_fetch),
     ///   [`commit`](AttendCache::commit) and `work`.
     pub fn call<T, E: From<Error>>(

@@ -9,7 +9,7 @@ pub enum Growth {
         /// The slots of the first allocation, at least 1.
         first: i32,
     },
-    /// Buffers grow by `step` slots at a time.
+    /// Buffers grow in steps of `step` slots.
     Step {
         /// At least 1.
         step: i32,

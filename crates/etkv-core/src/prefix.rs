@@ -15,7 +15,7 @@ use crate::store::Store;
 /// [attach](ShareCache::attach) to it: they read its rows in place, and write later rows into buffers of their own.
 /// The rows are freed when the prefix and every cache that reads them have been dropped, in any order.
 ///
-/// A clone is a handle of the same prefix. Any thread may have one.
+/// A clone is a handle of the same prefix. Any thread may own a clone.
 #[derive(Clone)]
 pub struct Prefix {
     /// The integers of the cache that was frozen.
@@ -105,8 +105,8 @@ impl<S: Store> Drop for FrozenRows<S> {
 /// The face of a cache that can share its contents with other caches.
 pub trait ShareCache {
     /// Freezes the contents of the cache, which then continues from the prefix itself. Rows that it already reads
-    /// from a prefix stay in place; the others move to shared memory, one layer at a time. First rolls back a step
-    /// that was set aside, and reads the values of a step that was committed unread.
+    /// from a prefix stay in place. The other rows move to shared memory, one layer after the other. First rolls back
+    /// a step that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, has another sequence than 0, or
@@ -229,8 +229,8 @@ impl Prefix {
         if !config.layers.iter().all(|layer| found.has_window(config, layer.policy)) {
             fail!(
                 InvalidArgument,
-                "the windows of the prefix are for capacity {} and max_step_tokens {}, those of this cache for \
-                 {} and {}; make the cache with the same values",
+                "the windows of the prefix are for capacity {} and max_step_tokens {}, \
+                 but those of this cache for {} and {}; create the cache with the same values",
                 found.capacity,
                 found.max_step_tokens,
                 config.capacity,

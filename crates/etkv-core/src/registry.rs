@@ -79,7 +79,7 @@ impl BuilderRegistry {
         kinds
     }
 
-    /// Returns the message for an unknown kind or backend, with the available ones.
+    /// Returns the message for an unknown kind or backend. It lists the available kinds or backends.
     fn unknown(&self, backend_id: &str, kind: &str) -> String {
         let known = self.kinds();
         let kinds: Vec<&str> = known

@@ -339,7 +339,11 @@ impl Snapshot {
     /// Refuses a snapshot of another kind, or of layers with other sizes.
     pub(crate) fn check(&self, kind: &str, config: &CacheConfig) -> Result<()> {
         if self.kind != kind {
-            fail!(File, "the file is of a cache of kind `{}`, this one is `{kind}`", self.kind);
+            fail!(
+                File,
+                "the file is of a cache of kind `{}`, but this cache is of kind `{kind}`",
+                self.kind
+            );
         }
         self.check_layers(config)
     }
@@ -399,8 +403,8 @@ impl Snapshot {
         if self.anchors != anchors {
             fail!(
                 File,
-                "sequences of the file keep {} anchors, those of this cache {anchors}; make the cache with the \
-                 file's",
+                "sequences of the file keep {} anchors, but those of this cache keep {anchors}; \
+                 create the cache with the file's number",
                 self.anchors
             );
         }
@@ -420,8 +424,8 @@ impl Snapshot {
         if !self.has_window(config, policy) {
             fail!(
                 File,
-                "the windows of the file are for capacity {} and max_step_tokens {}, those of this \
-                 cache for {} and {}; make the cache with the file's",
+                "the windows of the file are for capacity {} and max_step_tokens {}, but those of \
+                 this cache for {} and {}; create the cache with the file's",
                 self.capacity,
                 self.max_step_tokens,
                 config.capacity,
@@ -468,8 +472,8 @@ impl Snapshot {
         Ok((target, awaits))
     }
 
-    /// Refuses the rows of one sequence if their formats are neither `formats`, in which the cache stores all
-    /// sequences, nor can be converted to them.
+    /// Refuses the rows of one sequence if their formats are not `formats` and cannot be converted to them. The cache
+    /// stores all sequences in `formats`.
     pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
         self.check_formats()?;
         // Rows that were saved before `quantized_kv_start` are converted, as the saved cache would have done later.

@@ -24,12 +24,12 @@ impl Sum {
         self.n_bytes += bytes.len();
     }
 
-    /// Returns the checksum and starts a new one.
+    /// Returns the checksum and starts a new checksum.
     pub fn take(&mut self) -> Checksum {
         std::mem::replace(self, Self::new()).hash.finish_128().to_le_bytes()
     }
 
-    /// Returns the checksum and starts a new one, if exactly `n_bytes` bytes have been added.
+    /// Returns the checksum and starts a new checksum, if exactly `n_bytes` bytes have been added.
     pub fn take_after(&mut self, n_bytes: usize) -> Option<Checksum> {
         (self.n_bytes >= n_bytes).then(|| self.take())
     }

@@ -9,7 +9,7 @@ use crate::checksum::Sum;
 use crate::header::refused;
 use crate::read::opened;
 
-/// The number of bytes that are read at a time.
+/// The number of bytes of one read.
 const CHUNK: usize = 1 << 20;
 
 /// Returns `xxh3-` and 32 hexadecimal digits. Files with the same bytes have the same fingerprint.

@@ -104,7 +104,7 @@ impl Header {
         self.tensors.last().map_or(0, |(_, info)| info.data_offsets.1 as u64)
     }
 
-    /// Refuses a file whose tensors differ from those that its integers require.
+    /// Refuses a file whose tensors are not the tensors that its integers require.
     pub fn check_tensors(&self, expected: &[(String, TensorInfo)]) -> Result<()> {
         let same = |a: &TensorInfo, b: &TensorInfo| {
             a.dtype == b.dtype && a.shape == b.shape && a.data_offsets == b.data_offsets

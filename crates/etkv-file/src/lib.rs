@@ -36,12 +36,12 @@ pub struct Labels<'a> {
     /// The name by which the caller distinguishes models, such as the [`fingerprint`] of the program. A file can only
     /// be loaded with the fingerprint with which it was saved.
     pub fingerprint: &'a str,
-    /// Token ids, which are not interpreted: up to 65,536 more than the capacity of the cache.
+    /// Token ids, which are not interpreted. Their number may exceed the capacity of the cache by at most 65,536.
     pub tokens: &'a [i64],
 }
 
 /// Writes the contents of a cache to a file, first under a temporary name. An older file with this name remains until
-/// the new one is complete and on the disk.
+/// the new file is complete and on the disk.
 ///
 /// The cache does not change, except that a step that was set aside is rolled back.
 ///
@@ -66,8 +66,8 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 /// contents are both in memory until the new ones are complete.
 ///
 /// A file fits if it was saved from a cache of the same kind with the same layers and windows. If the formats in its
-/// config are also the same, the cache continues as the saved one would have. Otherwise float formats are converted
-/// to those of the cache, and other formats are refused.
+/// config are also the same, the cache continues as the saved cache would have. Otherwise, float formats are
+/// converted to the formats of the cache, and other formats are refused.
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
@@ -109,9 +109,9 @@ pub fn save_sequence(
 /// of the file. Everything is checked before the cache changes, and other sequences do not change. Until the rows of
 /// the sequence are complete, they are in memory twice.
 ///
-/// A file fits if [`save_sequence`] or [`save`] wrote it from a cache of any kind with the same layers and windows,
-/// and it has one sequence without candidates. Rows get the cache's current formats: float formats are converted into
-/// each other, and other formats are refused.
+/// A file fits if [`save_sequence`] or [`save`] wrote it from a cache with the same layers and windows, of any kind,
+/// and if it has one sequence without candidates. Rows get the cache's current formats: float formats are converted
+/// into each other, and other formats are refused.
 ///
 /// # Errors
 /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence that

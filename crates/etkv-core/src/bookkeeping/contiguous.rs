@@ -135,8 +135,8 @@ impl ContiguousBookkeeping {
         if end > i64::from(self.capacity) {
             fail!(
                 Capacity,
-                "{} from position {start} on need {end} positions, the capacity is {}; rewind, or make a \
-                 larger cache",
+                "{} at position {start} need {end} positions, but the capacity is {}; \
+                 rewind, or create a larger cache",
                 match positions.len() {
                     1 => String::from("1 token"),
                     n => format!("{n} tokens"),
@@ -201,7 +201,7 @@ impl ContiguousBookkeeping {
             return (0..end, Sight::Windows);
         }
         let first = window.first_seen(plan.start);
-        // If all queries are in one chunk, they see it from its start.
+        // If all queries are in one chunk, they see the chunk from its start.
         let is_shared = first == window.first_seen(plan.end - 1);
         let sight = if is_shared { causal } else { Sight::Windows };
         (first - self.dropped(group, plan)..end, sight)
@@ -255,7 +255,7 @@ impl ContiguousBookkeeping {
         if plan.changes != self.changes {
             fail!(
                 Step,
-                "a step from position {} on was planned at length {}, and the sequence, of length \
+                "a step at position {} was planned at length {}, and the sequence, of length \
                  {} now, has changed since: plan it again",
                 plan.start,
                 plan.length,

@@ -34,7 +34,7 @@ impl Window {
     }
 
     /// Returns a window that begins at each multiple of `chunk`, at least 1: a query sees the positions of its own
-    /// chunk. The other arguments are those of [`new`](Self::new).
+    /// chunk. The other arguments are as in [`new`](Self::new).
     pub fn chunked(chunk: i32, max_step_tokens: i32, capacity: i32) -> Self {
         Self { is_chunk: true, ..Self::new(chunk, 0, max_step_tokens, capacity) }
     }

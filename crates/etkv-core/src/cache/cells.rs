@@ -480,7 +480,8 @@ impl<S: Store> AttendCache for CellsCache<S> {
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.drop_aside();
-        // The first step after an unread one may begin before the values are read. Its commit reads them.
+        // The first step after an unread step may begin before the values are read. The commit of the new step reads
+        // them.
         let follows = match &mut self.unread {
             Some(unread) if !self.open => !std::mem::replace(&mut unread.followed, true),
             _ => false,

@@ -97,7 +97,7 @@ pub trait Cache: Send {
     ///   nothing has changed. This cannot happen with `release`.
     fn clear(&mut self, release: bool) -> Result<()>;
 
-    /// Removes the positions from `length` on from the only sequence.
+    /// Removes the positions at or after `length` from the only sequence.
     ///
     /// # Errors
     /// - [`Position`](crate::Status::Position) if `length` is negative or greater than the next position. Also if
@@ -172,7 +172,7 @@ pub trait Cache: Send {
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
-    /// - [`Position`](crate::Status::Position) for a negative position, or one that is no longer reachable.
+    /// - [`Position`](crate::Status::Position) for a negative position, or a position that is no longer reachable.
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) by default, and for a contiguous cache with window layers.
     fn mark(&mut self, _position: i32) -> Result<i32> {
@@ -280,7 +280,7 @@ pub trait Cache: Send {
 /// [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1. They need no creation: a sequence
 /// without positions is empty.
 ///
-/// Ranges are ranges of positions. A range that ends at `i32::MAX` includes all positions from its start on.
+/// Ranges are ranges of positions. A range that ends at `i32::MAX` includes all positions at or after its start.
 ///
 /// While a step is open and not [set aside](AttendCache::set_aside), every call that changes the cache returns
 /// [`Step`](crate::Status::Step), and queries return the state before the step. Every call returns
@@ -361,20 +361,20 @@ pub trait SeqCache: Cache {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
-    /// [`Cache::rewindable_to`] of one of several sequences.
+    /// [`Cache::rewindable_to`] for one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
-    /// [`Cache::reachable`] of one of several sequences.
+    /// [`Cache::reachable`] for one of several sequences.
     ///
     /// # Errors
     /// Errors of [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
     /// range.
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// [`Cache::checkpoints`] of one of several sequences.
+    /// [`Cache::checkpoints`] for one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.

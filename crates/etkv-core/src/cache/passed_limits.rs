@@ -11,7 +11,7 @@ impl PassedLimits {
         &self.0
     }
 
-    /// Adds a limit to those of a cache of `length` positions.
+    /// Adds a limit to the limits of a cache with `length` positions.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the limit is new and the cache has rows: a program without that limit wrote

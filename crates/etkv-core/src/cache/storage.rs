@@ -584,7 +584,7 @@ impl<S: Store> Storage<S> {
         self.settle();
     }
 
-    /// Moves rows, one buffer at a time. If that fails, the cache is poisoned.
+    /// Moves rows, one buffer after the other. If that fails, the cache is poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
             return Ok(());

@@ -37,7 +37,7 @@ pub struct PrefixCache {
 #[derive(Debug, Clone, Default)]
 pub struct PrefixCacheOptions {
     /// The maximum number of bytes of the rows of prefixes in memory, or no limit. The least recently used prefixes
-    /// are removed first. Pinned ones stay, even above the limit.
+    /// are removed first. Pinned prefixes stay, even above the limit.
     pub max_bytes: Option<u64>,
     /// A store in which texts that are not in memory are looked up, and to which all kept texts are written.
     pub store: Option<Arc<PrefixStore>>,
@@ -115,8 +115,8 @@ impl PrefixCache {
     /// tokens that the cache then has. The host runs the rest. The model computes logits only for tokens that run, so
     /// the host should pass the text without its last token.
     ///
-    /// If the store has a longer prefix, it is loaded into the cache, and kept in memory from then on. If the store
-    /// fails, it is skipped, with a warning in the log.
+    /// If the store has a longer prefix, that prefix is loaded into the cache, and is then kept in memory. If the
+    /// store fails, it is skipped, with a warning in the log.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not empty.
@@ -153,7 +153,7 @@ impl PrefixCache {
             counted[1] = n;
         }
         if n > 0 {
-            // The loaded text is kept in memory from now on. If this fails, the cache still has the text.
+            // Keeps the loaded text in memory. If this fails, the cache still has the text.
             if let Err(error) = self.inner.keep(cache, &group, &tokens[..n]) {
                 debug!(target: TARGET, %error, "cannot share a loaded text");
             }
@@ -226,8 +226,9 @@ impl PrefixCache {
 
     /// Reads the longest prefix of a text in the store into memory, on a thread of this prefix cache, for a later
     /// [`attach`](Self::attach) of a cache with the config of `cache`. Does not wait, and accesses neither the folder
-    /// nor the network. Returns whether the text was queued. It is not queued if memory has all of it, there is no
-    /// store, too many texts wait, or the cache [cannot create](Cache::make_empty) another one.
+    /// nor the network. Returns whether the text was queued. A text is not queued if memory has all of it, if there
+    /// is no store, or if too many texts wait. It is not queued either if the cache [cannot
+    /// create](Cache::make_empty) another cache.
     ///
     /// The result is a prefix like others: it counts for `max_bytes` and the memory budget, and may be removed as the
     /// least recently used. Texts that cannot be read, for example because there is too little memory, are counted in

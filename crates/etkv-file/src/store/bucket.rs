@@ -62,7 +62,7 @@ impl Bucket {
     /// Opens an address, such as `s3://bucket/prefix`. Credentials and endpoint come from the environment.
     pub fn open(address: &str) -> Result<Self> {
         let wrong = |error: &dyn Display| refused(format_args!("cannot open {address}: {error}"));
-        // TLS uses the provider that the process has installed, or else this one.
+        // TLS uses the provider that the process has installed. If there is none, it uses this provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let url = url::Url::parse(address).map_err(|error| wrong(&error))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|error| wrong(&error))?;
@@ -166,7 +166,7 @@ impl BucketClient {
         self.prefix.clone().join(name)
     }
 
-    /// Waits for a request, unless one failed recently.
+    /// Waits for a request, unless a request failed recently.
     fn wait<T: Send>(
         &self,
         work: impl Future<Output = object_store::Result<T>> + Send,
@@ -206,7 +206,7 @@ impl BucketClient {
 
 impl Drop for BucketClient {
     fn drop(&mut self) {
-        // A thread of another runtime must not wait for this one to shut down.
+        // A thread of another runtime must not wait until this runtime has shut down.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -339,7 +339,7 @@ mod tests {
             let mut found = vec![0; n];
             file.seek(SeekFrom::Start(at as u64)).unwrap();
             file.read_exact(&mut found).unwrap();
-            assert!(found == bytes[at..at + n], "{n} bytes from {at} on");
+            assert!(found == bytes[at..at + n], "{n} bytes at {at}");
         };
         for (at, n) in [(0, 8), (39_999_990, 10), (8, 300_000), (300_008, 39_699_992), (5, 5)] {
             check(at, n);

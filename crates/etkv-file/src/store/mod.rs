@@ -63,7 +63,7 @@ impl PrefixStore {
     /// endpoint come from the environment, as read by `from_env` of the crate `object_store`. "Folder" then means the
     /// objects whose names begin with the prefix and a slash.
     ///
-    /// Files have at most `max_bytes` bytes in all: [`save`](Self::save) removes the least recently used ones. While
+    /// Files have at most `max_bytes` bytes in all: [`save`](Self::save) removes the least recently used files. While
     /// a new file is written it needs additional space.
     ///
     /// # Errors
@@ -293,7 +293,7 @@ impl PrefixStore {
         Ok((found, matches))
     }
 
-    /// Records the use of one of these files.
+    /// Records that a file was used.
     fn touch(&self, found: &[StoredFile], name: &str) {
         if let Some(file) = found.iter().find(|file| file.name == name) {
             self.place.touch(file);

@@ -1,4 +1,4 @@
-//! The cells of one sequence and its tree, which compaction moves into one run.
+//! A block: the cells of one sequence and its tree. Compaction moves a block into one run.
 
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ impl<'a> Block<'a> {
         Some(Self { cells, nodes, ordered, shares, start, is_run })
     }
 
-    /// Returns whether the cells are one run after each has moved to its `target`.
+    /// Returns whether the cells are one run after each cell has moved to its `target`.
     pub fn is_run_after(&self, target: impl Fn(i32) -> i32) -> bool {
         let moved = |cells: &[i32]| cells.iter().map(|&cell| target(cell)).collect();
         let (cells, nodes): (Vec<i32>, Vec<i32>) = (moved(&self.cells), moved(self.nodes));

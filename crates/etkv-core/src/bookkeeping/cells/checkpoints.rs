@@ -216,7 +216,7 @@ impl CellsBookkeeping {
         Ok(at)
     }
 
-    /// Replaces the marks by those of `before`, the bookkeeping before a rewind.
+    /// Replaces the marks by the marks of `before`, the bookkeeping before a rewind.
     pub fn keep_marks(&mut self, before: &Self) {
         self.checkpoints.marks.clone_from(&before.checkpoints.marks);
     }

@@ -8,7 +8,7 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// The number of cells that stay free between the last cell of a sequence and the first cell of a new one. Both
+/// The number of cells that stay free between the last cell of a sequence and the first cell of a new sequence. Both
 /// sequences can then grow as runs for a while.
 pub const ROOM: i32 = 64;
 

@@ -78,8 +78,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Moves all blocks into one sequence, each after the cells that it shares with earlier blocks. Returns `None` if
-    /// there is not enough room. With a `room` of 0, there always is.
+    /// Places all blocks one after the other, each after the cells that it shares with earlier blocks. Returns `None`
+    /// if there is not enough room. With a `room` of 0, there always is.
     fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut left = group.taken();

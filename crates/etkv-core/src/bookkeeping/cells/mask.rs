@@ -38,8 +38,8 @@ impl CellsBookkeeping {
     }
 
     /// Returns the cells that the step reads, if a causal mask suffices. The step's tokens must belong to one
-    /// sequence, or to a chain of candidates after it. Their cells must be one run, and the last query must see all
-    /// of it.
+    /// sequence, or to the sequence's chain of candidates. Their cells must be one run, and the last query must see
+    /// all of it.
     fn single(
         &self,
         group: usize,

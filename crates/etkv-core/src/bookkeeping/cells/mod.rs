@@ -61,7 +61,7 @@ pub struct CellsBookkeeping {
 }
 
 impl CellsBookkeeping {
-    /// Returns empty bookkeeping, with a layer group of full history and one for each window.
+    /// Returns empty bookkeeping, with a layer group of full history and a layer group for each window.
     pub fn new(capacity: i32, windows: impl IntoIterator<Item = Window>) -> Self {
         let windows = std::iter::once(None).chain(windows.into_iter().map(Some));
         let groups: Vec<LayerGroup> =

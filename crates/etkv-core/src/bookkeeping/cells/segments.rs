@@ -83,7 +83,7 @@ impl Segments {
         }
     }
 
-    /// Returns the sequence of all tokens, if they belong to a single one.
+    /// Returns the sequence of all tokens, if they belong to a single sequence.
     pub fn only_member(&self) -> Option<i32> {
         match self {
             Self::One { sequence, .. } => Some(*sequence),

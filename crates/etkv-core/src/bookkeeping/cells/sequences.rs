@@ -48,7 +48,7 @@ impl CellsBookkeeping {
     }
 
     /// Makes `target` share the cells of `source` at `positions`. If the range ends at `i32::MAX`, it includes all
-    /// positions from its start on.
+    /// positions at or after its start.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): the number of a sequence or the range is out of range.
@@ -89,8 +89,9 @@ impl CellsBookkeeping {
         if self.recurrent.is_some() && !begins {
             fail!(
                 Position,
-                "recurrent layers hold the state after a whole text: copy from position 0 on, and to an empty \
-                 sequence; sequence {target} holds {} positions, and the copy starts at {}",
+                "recurrent layers hold the state after a whole text: start the copy at \
+                     position 0, and copy to an empty sequence; sequence {target} holds {} \
+                     positions, and the copy starts at {}",
                 to.count(),
                 positions.start
             );
@@ -127,7 +128,7 @@ impl CellsBookkeeping {
     }
 
     /// Removes positions from a sequence. Cells without an owner become free. If the range ends at `i32::MAX`, it
-    /// includes all positions from its start on. Removing all positions also removes the sequence's tree. The
+    /// includes all positions at or after its start. Removing all positions also removes the sequence's tree. The
     /// sequence then begins at 0 again, even if its first position was not 0.
     ///
     /// # Errors

@@ -112,7 +112,7 @@ impl CellsBookkeeping {
                 || windows.iter().any(follows)
             {
                 return Err(damaged(format_args!(
-                    "the checkpoint at {} lacks rows or has later ones, or its sequence lacks the position before it",
+                    "the checkpoint at {} lacks rows or has later rows, or its sequence lacks the position before it",
                     kept.position
                 )));
             }

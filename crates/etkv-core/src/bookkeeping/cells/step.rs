@@ -190,7 +190,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns the plans of the open step, one for each layer group. Empty if no step is open.
+    /// Returns the plans of the open step, one plan for each layer group. Empty if no step is open.
     pub fn plans(&self) -> &[LayerGroupPlan] {
         if self.step.is_some() {
             &self.plans
@@ -338,7 +338,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns the cell after the last one of a sequence and its tree.
+    /// Returns the cell after the last cell of a sequence and its tree.
     fn cell_after(&self, group: usize, sequence: i32) -> Option<i32> {
         match self.trees.get(&sequence).and_then(|tree| tree.cells[group].last()) {
             Some(&node) => Some(node + 1),

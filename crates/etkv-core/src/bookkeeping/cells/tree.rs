@@ -211,7 +211,7 @@ impl CellsBookkeeping {
     }
 
     /// Adds a chain of candidates to their sequence and removes the rest of the tree. Returns the moves of the
-    /// chain's rows to the first of the tree's cells. A sequence that is one run stays one.
+    /// chain's rows to the first of the tree's cells. A sequence that is one run stays one run.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): there is no tree, or the nodes are not a chain that

@@ -75,7 +75,7 @@ impl<S: Store> Storage<S> {
         self.layers.kinds[self.layers.groups[layer]]
     }
 
-    /// Reserves the memory of new buffers with these formats and slots, in addition to the existing ones.
+    /// Reserves the memory of new buffers with these formats and slots, in addition to the existing buffers.
     pub(super) fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
             let made = self.slot_bytes(layer, formats);
@@ -123,7 +123,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Returns the maximum number of additional bytes during a conversion of these layers. Buffers are converted one
-    /// after the other, and each old one is freed when the new one is complete.
+    /// after the other, and each old buffer is freed when its new buffer is complete.
     pub(super) fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {

@@ -1,4 +1,4 @@
-//! An object that is read in ranges. While the ranges are consecutive, the next ones are prefetched.
+//! An object that is read in ranges. While reads are consecutive, the next ranges are prefetched.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Seek, SeekFrom};

@@ -1,5 +1,5 @@
-//! Writes an object: a small one in a single request, others in parts. It becomes visible when all parts are
-//! complete.
+//! Writes an object: a small object in a single request, and a larger object in parts. It becomes visible when all
+//! parts are complete.
 
 use std::io::{self, Write};
 

@@ -142,7 +142,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
             assert_eq!(other.length(), 0);
         };
         refused(config.clone(), 0, "another", "of the model `a model`, expected `another`");
-        refused(config.clone(), 1, MODEL, "of kind `contiguous`, this one is `seq`");
+        refused(config.clone(), 1, MODEL, "of kind `contiguous`, but this cache is of kind `seq`");
         let changed = |change: &dyn Fn(&mut CacheConfig)| {
             let mut config = config.clone();
             change(&mut config);
@@ -164,7 +164,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
         let full = changed(&|config| config.layers[1].policy = LayerPolicy::Full);
         refused(full, 0, MODEL, "a window of 4 and 1 sinks in the file, full history here");
         let steps = changed(&|config| config.max_step_tokens = 3);
-        refused(steps, 0, MODEL, "max_step_tokens 12, those of this cache for 40 and 3");
+        refused(steps, 0, MODEL, "max_step_tokens 12, but those of this cache for 40 and 3");
         let format = changed(&|config| config.k_format = KvFormat::F16);
         refused(format, 0, MODEL, "keys in row-int4, this cache stores them in f16");
         let full = |capacity| CacheConfig::uniform(1, 1, 64, capacity);

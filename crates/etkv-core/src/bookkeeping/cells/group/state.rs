@@ -103,8 +103,8 @@ impl LayerGroup {
             let Some(after) = after else {
                 fail!(
                     File,
-                    "the file has {len} cells from {cell} on, this cache has {}; make it with the \
-                     file's capacity",
+                    "the file has {len} cells starting at {cell}, but this cache has {}; \
+                     create it with the file's capacity",
                     self.size
                 );
             };
@@ -131,8 +131,7 @@ fn check_runs(sequence: i32, runs: &[[i32; 3]]) -> Result<()> {
             Some(end) if position >= next && len >= 1 => next = end,
             _ => {
                 return Err(damaged(format_args!(
-                    "sequence {sequence} has {len} positions from {position} on, expected them \
-                     from {next} on"
+                    "expected the next {len} positions of sequence {sequence} to start at {next}, got {position}"
                 )))
             }
         }

@@ -245,7 +245,7 @@ impl<'a> Builder<'a> {
         AnchorSource::Fold(self.kept.len() - 1)
     }
 
-    /// Adds an anchor to these sequences, except those that have it.
+    /// Adds an anchor to each of these sequences that does not have it yet.
     fn give(&mut self, members: &[i32], position: i32, anchor: AnchorSource) {
         for &member in members {
             if self.anchor_of(member, position).is_some() {

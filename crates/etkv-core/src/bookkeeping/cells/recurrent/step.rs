@@ -133,7 +133,8 @@ impl Recurrent {
         [of(&plan.rows, rows), of(&plan.anchors, anchors)]
     }
 
-    /// Adds the rows and anchors of the open step to their sequences and trees. Does not drop older ones yet.
+    /// Adds the rows and anchors of the open step to their sequences and trees. Does not drop older rows and anchors
+    /// yet.
     pub fn commit(
         &mut self,
         segments: &Segments,
