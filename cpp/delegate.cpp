@@ -164,7 +164,7 @@ class OutputArguments final : public interpreter::Host {
 
   bool set_integer(std::size_t i, std::int64_t value) override {
     if (i >= outputs_.size()) {
-      refuse(i, "the host has no such output");
+      refuse(i, "expected an output to set, the host has none");
       return false;
     }
     *outputs_[i] = EValue(value);
@@ -204,18 +204,18 @@ const char* read_argument(
     return nullptr;
   }
   if (!value.isTensor()) {
-    return "an input is neither a tensor nor an integer";
+    return "expected an input that is a tensor or an integer";
   }
   const Tensor& tensor = value.toTensor();
   // Empty tensors are skipped: ExecuTorch sets strides for them that its own
   // check refuses.
   if (tensor.numel() != 0 &&
       !::executorch::runtime::tensor_is_contiguous(tensor)) {
-    return "an input tensor is not contiguous";
+    return "expected a contiguous input tensor";
   }
   const void* data = tensor.const_data_ptr();
   if (data == nullptr && tensor.nbytes() != 0) {
-    return "an input tensor has no data";
+    return "expected an input tensor with data, got a null pointer";
   }
   static_assert(sizeof(SizesType) == sizeof(std::int32_t));
   argument.data = static_cast<const std::uint8_t*>(data);
@@ -279,7 +279,10 @@ Result<DelegateHandle*> Backend::init(
   // The delegate is constructed last, so that a return on an error leaves
   // nothing to free except the payload.
   if (processed == nullptr || processed->data() == nullptr) {
-    return fail(name_, ETKV_ERROR_PROGRAM, "the delegate has no payload");
+    return fail(
+        name_,
+        ETKV_ERROR_PROGRAM,
+        "expected a payload of the delegate, got none");
   }
   auto program = libetkv().new_program(target_);
   FileConstants constants(context.get_named_data_map());

@@ -113,7 +113,8 @@ class Program {
       std::string_view passes,
       std::string_view buffers) = 0;
   /// Runs the program on its inputs and writes the outputs to the memory that
-  /// `host` returns. `output_types` has ExecuTorch's numbers of their dtypes.
+  /// `host` returns. `output_types` has ExecuTorch's numbers of the outputs'
+  /// dtypes.
   virtual Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,

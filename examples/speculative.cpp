@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
     if (sampling.temperature > 0.0 && runner.options().check) {
       return etkv::Error(
           ETKV_ERROR_INVALID_ARGUMENT,
-          "--check compares greedy answers, and --temperature draws them");
+          "--check does not go with --temperature: it compares greedy answers");
     }
     return {};
   });

@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares etkv and mlx-lm on every model after every number of tokens."""
+    """Compares etkv and mlx-lm for every model and every number of tokens."""
     topic = Topic(
         NAME,
         "Decoding, against mlx-lm",

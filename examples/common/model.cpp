@@ -131,8 +131,8 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
   if (options.template_variables) {
     if (options.raw) {
       return refuse(
-          "--chat-template-kwargs is for the chat template, which --raw leaves "
-          "out");
+          "--chat-template-kwargs does not go with --raw, which uses no chat "
+          "template");
     }
     // Report an error in the variables before the weights are loaded.
     if (auto read = check_template_variables(*options.template_variables);

@@ -1,5 +1,5 @@
-//! The boundary between Rust and C. No panic crosses it. It becomes a status with an error object, the value for no
-//! live handle, or a log message.
+//! The boundary between Rust and C. No panic crosses it: a panic becomes a status with an error object, the value for
+//! no live handle, or a log message.
 
 use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};

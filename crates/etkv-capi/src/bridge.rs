@@ -46,7 +46,7 @@ mod ffi {
         ) -> Outcome;
 
         /// Runs the program on its inputs. Writes the outputs to the memory that `host` returns. `output_types` has
-        /// ExecuTorch's numbers of their dtypes.
+        /// ExecuTorch's numbers of the outputs' dtypes.
         fn execute(
             self: &mut Delegate,
             inputs: &[Argument],

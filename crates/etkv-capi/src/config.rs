@@ -256,7 +256,7 @@ unsafe fn raw_list<T: Copy>(
                 if own_size != size {
                     fail!(
                         InvalidArgument,
-                        "{one} {id}: struct_size is {own_size}, that of {one} 0 is {size}"
+                        "{one} {id}: struct_size is {own_size}, expected {size} as for {one} 0"
                     );
                 }
                 Ok(read_grown(at, least, list)?.0)

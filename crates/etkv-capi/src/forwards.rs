@@ -184,7 +184,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
             let q = array(q, "q")?;
             let rows = Rows::read(rows)?;
             if !scale.is_finite() {
-                fail!(InvalidArgument, "scale is {scale}");
+                fail!(InvalidArgument, "scale is {scale}, expected a finite number");
             }
             check_float("q", &q)?;
             let [heads, n, dim] = [1, 2, 3].map(|axis| rows.k.dim(axis));

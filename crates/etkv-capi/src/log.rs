@@ -169,7 +169,10 @@ fn remove() -> Result<()> {
 /// Refuses a call inside the callback: the thread would wait for a lock that it holds.
 fn refuse_in_callback() -> Result<()> {
     if IN_CALLBACK.try_with(Cell::get).unwrap_or(false) {
-        fail!(Step, "the log callback is set from inside itself; set it when the callback is over");
+        fail!(
+            Step,
+            "cannot set the log callback from inside itself; set it when the callback is over"
+        );
     }
     Ok(())
 }

@@ -249,7 +249,7 @@ pub unsafe extern "C" fn etkv_memory_budget_set_callback(
             if MemoryBudget::is_reclaiming() {
                 fail!(
                     Step,
-                    "the memory callback is set from inside itself; set it when the callback is over"
+                    "cannot set the memory callback from inside itself; set it when the callback is over"
                 );
             }
             *HOST.0.write() = callback.map(|callback| (callback, user));

@@ -22,7 +22,7 @@ pub fn dtype_of(scalar_type: i8) -> Result<Dtype> {
         27 => Dtype::Uint16,
         28 => Dtype::Uint32,
         29 => Dtype::Uint64,
-        other => fail!(Unsupported, "dtype number {other} of ExecuTorch has no match in MLX"),
+        other => fail!(Unsupported, "MLX cannot represent dtype number {other} of ExecuTorch"),
     })
 }
 

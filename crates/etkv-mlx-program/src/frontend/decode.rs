@@ -132,7 +132,10 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
                 }
                 Ok(InputSpec::Int(value))
             }
-            other => fail!(Unsupported, "an input of kind {other:?}"),
+            other => fail!(
+                Unsupported,
+                "expected an input that is a tensor or an integer, got {other:?}"
+            ),
         })
         .collect()
 }
@@ -164,7 +167,7 @@ fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<
 fn fixed_shape(meta: fb::TensorMeta, name: &str) -> Result<Vec<i32>> {
     let sizes = meta.shape().iter().map(|dim| match dim.value() {
         size if size >= 0 => Ok(size),
-        _ => fail!(Program, "`{name}` has no fixed shape"),
+        _ => fail!(Program, "expected a fixed shape of `{name}`, got another one"),
     });
     sizes.collect()
 }
@@ -202,7 +205,10 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
         chain.outputs.push(match slot.slot_type() {
             fb::SlotType::TensorSlot => Out::Tensor(slots.read(&fb::Tid::new(slot.idx()))?),
             fb::SlotType::IntValueSlot => Out::Int(slots.read_int(&fb::Vid::new(slot.idx()))?),
-            other => fail!(Unsupported, "an output of kind {other:?}"),
+            other => fail!(
+                Unsupported,
+                "expected an output that is a tensor or an integer, got {other:?}"
+            ),
         });
     }
     let (first, n) = slots.counts().buffers;

@@ -24,7 +24,10 @@ impl Program {
     pub fn choose(&self, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
         let loaded = &self.0;
         let Some(cache) = &loaded.cache else {
-            fail!(InvalidArgument, "the program was loaded without a cache");
+            fail!(
+                InvalidArgument,
+                "cannot choose tokens with a program that was loaded without a cache"
+            );
         };
         let inputs = TextInputs::find(&loaded.inputs)?;
         let n = tokens.len();

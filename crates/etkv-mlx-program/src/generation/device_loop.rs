@@ -65,7 +65,7 @@ impl Generation {
         if inputs.most.is_some_and(|most| prompts.len() > most.max(1) as usize) {
             fail!(
                 InvalidArgument,
-                "there are {} prompts, and a step of the program takes at most {} tokens",
+                "cannot answer {} prompts together: a step of the program has at most {} tokens",
                 prompts.len(),
                 inputs.most.unwrap_or_default()
             );
@@ -76,7 +76,7 @@ impl Generation {
             if !i32::try_from(n).is_ok_and(|n| cache.can_extend(n)) {
                 fail!(
                     Capacity,
-                    "the prompts have {n} tokens, the cache has room for {} of {}",
+                    "the prompts have {n} tokens, but {} of {} positions of the cache are free",
                     cache.capacity() - cache.length(),
                     cache.capacity()
                 );

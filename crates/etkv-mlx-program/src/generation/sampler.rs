@@ -81,7 +81,7 @@ impl ChosenTokens {
 /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
 pub fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>> {
     if let Some(row) = (0..ids.len()).find(|&row| !is_finite(row)) {
-        fail!(Backend, "logits of row {row} are not finite, so no token can be chosen");
+        fail!(Backend, "cannot choose a token: the logits of row {row} are not finite");
     }
     Ok(ids.iter().copied().map(i64::from).collect())
 }
@@ -144,7 +144,7 @@ impl Sampler {
         }
         match &self.bias {
             Some(bias) => Ok(bias),
-            None => fail!(Internal, "the bias was not made"),
+            None => fail!(Internal, "the bias is not computed yet"),
         }
     }
 

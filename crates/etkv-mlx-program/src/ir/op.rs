@@ -299,8 +299,8 @@ pub enum Op {
         transposed: bool,
     },
     /// Created by a pass: a `Linear` with the operations around it in a layer. `x` is normalized first if there is a
-    /// norm. If there is a gate, its function is applied to the first half of the features, and multiplied by the
-    /// second half. Then the `residual` is added. One kernel launch on a GPU for a few rows.
+    /// norm. If there is a gate, its function is applied to the first half of the features. The result is multiplied
+    /// by the second half. Then the `residual` is added. One kernel launch on a GPU for a few rows.
     LinearBlock {
         x: Value,
         weight: Value,

@@ -23,7 +23,7 @@ static ACTIVATIONS: LazyLock<[(Unary, [Expression; 2]); 3]> = LazyLock::new(|| {
 pub fn run(frame: &Frame, function: Unary, x: &Array, by: Option<&Array>) -> Result<Array> {
     let Some((_, [alone, product])) = ACTIVATIONS.iter().find(|(known, _)| *known == function)
     else {
-        fail!(Internal, "{function:?} is no activation");
+        fail!(Internal, "expected an activation, got {function:?}");
     };
     match by {
         Some(by) => compiled::run(frame.on_gpu(), product, &[x, by]),

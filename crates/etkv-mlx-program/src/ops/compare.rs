@@ -55,7 +55,7 @@ pub fn choose(slots: &mut Slots, node: fb::WhereNode) -> Result<Instruction> {
 
 pub fn run_pair(function: &Function, arguments: &Arguments) -> Result<Array> {
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
-    // On the CPU MLX returns the opposite for bools (0.32.2).
+    // On the CPU, MLX (0.32.2) returns the opposite result for bools.
     let is_bool = a.dtype() == Dtype::Bool && b.dtype() == Dtype::Bool;
     let (a, b) = (a.as_ptr(), b.as_ptr());
     let work = match function {

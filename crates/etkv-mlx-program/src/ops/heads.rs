@@ -55,7 +55,12 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
     let mut all = split(&viewed(&out)?, &[heads.rotated], heads.n)?;
     let still = all.pop();
     let [rotated] = &all[..] else {
-        fail!(Internal, "{} of {} heads rotate", heads.rotated, heads.n);
+        fail!(
+            Internal,
+            "expected a part of the heads to rotate, got {} of {}",
+            heads.rotated,
+            heads.n
+        );
     };
     let rotated = cast(&rotary(rotated, positions, periods)?, heads.dtype)?;
     // The boundaries between heads that rotate. Heads that do not rotate come after them.

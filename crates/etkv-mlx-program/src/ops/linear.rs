@@ -129,7 +129,7 @@ fn kernel_gate(function: Unary) -> Result<Gate> {
         Unary::Silu => Gate::Silu,
         Unary::Gelu => Gate::Gelu,
         Unary::GeluTanh => Gate::GeluTanh,
-        other => fail!(Internal, "{other:?} is no activation of a gate"),
+        other => fail!(Internal, "expected an activation of a gate, got {other:?}"),
     })
 }
 

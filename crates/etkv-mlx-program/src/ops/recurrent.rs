@@ -122,7 +122,7 @@ pub fn run(frame: &mut Frame, call: &RecurrentCall) -> Result<Array> {
                 Ok(keep(scan(&inputs, scale, spec, dtype)?))
             })?;
         }
-        _ => fail!(Internal, "{} has {} operands", call.kind(), operands.len()),
+        _ => fail!(Internal, "cannot run a {} with {} operands", call.kind(), operands.len()),
     }
     match made {
         Some(out) => Ok(out),

@@ -1,4 +1,4 @@
-//! Chooses the frequencies of rotary embeddings that have a separate set for long texts, by the capacity of the
+//! Some rotary embeddings have a separate set of frequencies for long texts. Chooses the set by the capacity of the
 //! cache.
 //!
 //! The exporter writes `where(flag, beyond, within)`. The flag is a constant whose name contains the limit. Its value

@@ -539,7 +539,7 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     check_shape(input.shape(), shape)?;
     let n: usize = input.shape().iter().map(|&dim| dim as usize).product();
     if n * dtype::item_size(dtype) != input.bytes().len() {
-        fail!(Internal, "{} bytes for shape {:?}", input.bytes().len(), input.shape());
+        fail!(Internal, "got {} bytes for shape {:?}", input.bytes().len(), input.shape());
     }
     // SAFETY: the number of bytes matches shape and dtype.
     let array = unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }?;

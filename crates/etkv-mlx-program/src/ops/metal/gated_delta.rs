@@ -47,7 +47,7 @@ impl Rule {
     /// number of tokens is that of `q`. The input `T` has the same value, and is not read.
     pub fn run(&self, inputs: &[&Array]) -> Result<Vec<Array>> {
         let &[q, k, v, decay, beta, state, tokens] = inputs else {
-            fail!(Internal, "{} inputs of the gated delta rule", inputs.len());
+            fail!(Internal, "cannot run the gated delta rule with {} inputs", inputs.len());
         };
         let Self { k_dim, v_dim, k_heads, v_heads, .. } = *self;
         let (batch, n) = match *q.shape() {

@@ -347,7 +347,7 @@ pub fn run(
         inputs.iter().map(|&value| frame.tensor(value)).collect::<Result<_>>()?;
     let made = compute(kernel, &arrays, frame.on_gpu())?;
     if made.len() != shapes.len() {
-        fail!(Internal, "{} results for {} outputs", made.len(), shapes.len());
+        fail!(Internal, "a kernel has {} results for {} outputs", made.len(), shapes.len());
     }
     for (array, shape) in made.iter().zip(shapes) {
         let shape = sizes(frame, shape)?;
@@ -383,7 +383,7 @@ fn compute(kernel: &MetalKernel, inputs: &[&Array], on_gpu: bool) -> Result<Vec<
         (MetalKernel::GatedDelta { dtype, k_dim, v_dim, k_heads, v_heads }, inputs) => {
             gated_delta::Rule { dtype, k_dim, v_dim, k_heads, v_heads }.run(inputs)
         }
-        (kernel, inputs) => fail!(Internal, "{} inputs of {kernel}", inputs.len()),
+        (kernel, inputs) => fail!(Internal, "cannot run {kernel} with {} inputs", inputs.len()),
     }
 }
 
