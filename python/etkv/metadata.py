@@ -176,7 +176,7 @@ def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]
 
 
 def context_length(constants: Mapping[str, Any]) -> int:
-    """Return the positions that a program was exported for; 0 if no constant method contains them.
+    """Return the number of positions that a program was exported for; 0 if no constant method contains it.
 
     Raises :class:`EtkvError` if the value is not a count.
     """

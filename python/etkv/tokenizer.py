@@ -252,7 +252,7 @@ class StreamingDetokenizer:
         if not backend.has_token(number) or (self._skip_special_tokens and backend.is_special(number)):
             return
         self._ids.append(number)
-        # Byte tokens are decoded together, after the last of a run.
+        # Byte tokens are decoded together, after the last byte token of a run.
         if not backend.is_byte(number):
             self._read()
 

@@ -10,9 +10,9 @@ are two kinds of actions:
 
 ``Step(positions, owners, seed)``
     One forward over every layer, with a token for each position. ``owners`` are the sequences of each token, or None
-    without a declaration. They are declared before the forward with ``begin_step``, or with ``begin_step_shared`` if a
-    token has several sequences. If the declaration is refused, the step is refused without a forward.
-    :func:`step_rows` computes the queries, keys and values of a layer from ``seed``.
+    without a declaration. Before the forward, ``begin_step`` declares the owners, or ``begin_step_shared`` if a token
+    has several sequences. If the declaration is refused, the step is refused without a forward. :func:`step_rows`
+    computes the queries, keys and values of a layer from ``seed``.
 
 A refused operation does not change the cache, with one exception: a declaration holds until a step commits. So a step
 after a refused step may use its declaration again.
