@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_indices,
         default=(),
         metavar="I,J,...",
-        help="indices of layers, from 0; the program also returns their concatenated outputs: hidden states for a draft",
+        help="indices of layers, from 0; the program also returns their joined outputs: hidden states for a draft",
     )
     parser.add_argument(
         "--keep-hf",
