@@ -22,7 +22,7 @@ from etkv.export.scratch import Scratch
 
 
 def _damaged(kind: str) -> Groups:
-    """Return blocks of a format of GGUF with an infinite factor of minimums, or minimum, and without a minimum of 0.
+    """Return blocks of a format of GGUF whose factor of minimums, or minimum, is infinite. No minimum is 0.
 
     All weights of these blocks are infinite.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FLAG = "etkv_capacity_over_{}"
-"""The name of the flag in MLX programs, with the limit."""
+"""The flag's name in MLX programs. It contains the limit."""
 
 _capacity: ContextVar[int] = ContextVar("capacity", default=0)
 """The capacity, in positions, that the op uses in plain PyTorch."""

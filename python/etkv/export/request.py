@@ -114,7 +114,7 @@ def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
     """Raise :class:`EtkvError` if writing to ``folder`` could replace files of the model.
 
     It could if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved. The
-    folder of a GGUF file is accepted, because an export writes no file with its name.
+    folder of a GGUF file is accepted, because an export writes no file with the GGUF file's name.
     """
     if not model.is_dir():
         return

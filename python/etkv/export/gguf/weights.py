@@ -38,7 +38,7 @@ _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
     "mlp_bias": re.compile(r".*\.mlp\.(gate|up|down)_proj\.bias"),
 }
-"""Settings with which every projection of a block has a bias in transformers -> names of these biases.
+"""Settings that give every projection of a block a bias in transformers -> names of these biases.
 
 A bias that the file lacks is zero."""
 

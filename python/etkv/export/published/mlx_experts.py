@@ -1,4 +1,7 @@
-"""Experts of gpt-oss in folders of mlx-lm: a gate and what it gates are apart there, and alternate in transformers."""
+"""Experts of gpt-oss in folders of mlx-lm.
+
+A gate and the product that it gates are separate tensors there. In transformers their rows alternate in one tensor.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def owner(name: str) -> tuple[str, str] | None:
 def weight(
     name: str, parts: Mapping[str, Stored], matrix: Callable[[str, Mapping[str, Stored]], Weight]
 ) -> Weight | None:
-    """Return the weight ``name`` of :func:`owner`; None for other names, and without all of its tensors.
+    """Return the weight ``name`` of :func:`owner`; None for other names, and if one of its tensors is missing.
 
     ``matrix`` returns the weight ``[rows, columns]`` of a name in the folder.
     """
