@@ -102,7 +102,7 @@ fn scaled(q: &Array, scale: f32) -> Result<Array> {
 
 /// The weights of keys.
 struct Weights {
-    /// Their softmax without the sinks, `[1, n_kv_heads, group, T, L]`.
+    /// The softmax of the scores without the sinks, `[1, n_kv_heads, group, T, L]`.
     p: Array,
     /// If there are sinks, the share of each row's weight that is left for the keys, `[1, n_kv_heads, group, T, 1]`
     /// in float32.

@@ -90,8 +90,8 @@ fn check(q: &Array, scoring: Scoring) -> Result<()> {
     }
 }
 
-/// [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares `packed` and unpacked, to
-/// choose between them.
+/// Computes [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares `packed` and
+/// unpacked, to choose between them.
 #[doc(hidden)]
 pub fn attend_stored<'a>(
     q: &Array,

@@ -28,7 +28,7 @@ const MAX_QUERIES: i32 = 1 << 16;
 /// is faster for more queries.
 const MAX_F32: i32 = 64;
 
-/// [`MAX_F32`] for a cache of one sequence.
+/// The value of [`MAX_F32`] for a cache of one sequence.
 const MAX_F32_OF_ONE: i32 = 16;
 
 /// The range of row dimensions that the kernel supports. They must also be multiples of 16.
@@ -106,7 +106,7 @@ pub fn several_queries(
     attend(q, k, v, mask, scale)
 }
 
-/// [`several_queries`], but also for a single query.
+/// Does the same as [`several_queries`], but also for a single query.
 pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Option<Array>> {
     let Some(call) = Call::of(q, k, v, mask, scale) else {
         return Ok(None);

@@ -73,8 +73,7 @@ fn compile_and_run(dtype: &Dtype) -> Result<Option<Kernel>> {
             "case {i}: rows = {{{x}, {x}_strides[1], {x}_strides[2], {x}_strides[3], {x}_shape[1], {x}_shape[2], \
              {x}_shape[3]}}; break;"
         );
-        written
-            .map_err(|_| Error::new(Status::Internal, "the text of a kernel cannot be written"))?;
+        written.map_err(|_| Error::new(Status::Internal, "cannot write the text of a kernel"))?;
         inputs.push(c_text(x)?);
     }
     call.push_str(

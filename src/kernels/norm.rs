@@ -95,9 +95,8 @@ impl Launch {
                 "at += (row % x_shape[{axis}]) * static_cast<long long>(x_strides[{axis}]);\n\
                  row /= x_shape[{axis}];\n"
             );
-            text.write_fmt(line).map_err(|_| {
-                Error::new(Status::Internal, "the text of a kernel cannot be written")
-            })?;
+            text.write_fmt(line)
+                .map_err(|_| Error::new(Status::Internal, "cannot write the text of a kernel"))?;
         }
         text += &format!(
             "etkv::NormRows<{x}, {weight}, {out}> work{{x + at, x_strides[{last}],\n\

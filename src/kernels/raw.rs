@@ -38,7 +38,7 @@ impl Kernel {
         };
         let kernel = Self { raw, launched: Cell::new(false) };
         if kernel.raw.ctx.is_null() {
-            return Err(Error::new(Status::Backend, "MLX makes no kernels"));
+            return Err(Error::new(Status::Backend, "MLX cannot create a kernel"));
         }
         Ok(kernel)
     }
@@ -55,7 +55,7 @@ impl Kernel {
         self.apply(inputs, outputs, threads, block).map(|(first, _)| first)
     }
 
-    /// [`launch`](Self::launch), which returns all outputs.
+    /// Launches the kernel like [`launch`](Self::launch), but returns all outputs.
     pub fn launch_all(
         &self,
         inputs: &[&Array],

@@ -113,8 +113,8 @@ fn launch(
     KERNELS.lock().launch(name, call, inputs, outputs, [x * THREADS, y, z], THREADS)
 }
 
-/// Computes a convolution. Returns the outputs, `[1, channels, T]`, and the columns of the tokens in float32,
-/// `[1, 1, T, channels]`, or `None` if the kernel does not support the call.
+/// Computes a convolution. Returns the outputs, `[1, channels, T]`, and the columns of the tokens in float32, `[1, 1,
+/// T, channels]`. Returns `None` if the kernel does not support the call.
 pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     let (channels, tokens) = (call.x.dim(1), call.x.dim(2));
     let Some(elements) = channels.checked_mul(tokens).filter(|&n| n <= MAX_ELEMENTS) else {
@@ -284,5 +284,5 @@ fn add_rows(text: &mut String, name: &str) -> Result<()> {
 
 fn add(text: &mut String, line: std::fmt::Arguments) -> Result<()> {
     text.write_fmt(line)
-        .map_err(|_| Error::new(Status::Internal, "the text of a kernel cannot be written"))
+        .map_err(|_| Error::new(Status::Internal, "cannot write the text of a kernel"))
 }

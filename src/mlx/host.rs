@@ -109,7 +109,7 @@ fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a 
     // SAFETY: the accessor does not read elements; it waits for the buffer and returns its address.
     let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
     if data.is_null() {
-        fail!(Internal, "an array has no data");
+        fail!(Internal, "cannot read an array without data");
     }
     // SAFETY: an evaluated array has `n` bytes at this address, which live while the array is borrowed.
     Ok(Some(unsafe { std::slice::from_raw_parts(data, n) }))

@@ -169,7 +169,8 @@ pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     enter()?.run(work)
 }
 
-/// Like [`run`], on the caller's stream. `work` may also use arrays of the shared stream: MLX waits if necessary.
+/// Does the same as [`run`], but on the caller's stream. `work` may also use arrays of the shared stream: MLX waits
+/// if necessary.
 ///
 /// # Safety
 /// `stream` must be a live stream of MLX.
@@ -206,7 +207,7 @@ unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
     Ok(kind == gpu)
 }
 
-/// Returns whether the stream of the enclosing [`run`] is the shared one, and not a stream of the host.
+/// Returns whether the stream of the enclosing [`run`] is the shared stream, and not a stream of the host.
 pub fn is_stream_shared() -> Result<bool> {
     let own = Stream::thread_local_or_default();
     // SAFETY: both streams live as long as the objects that own them.
@@ -219,7 +220,7 @@ pub fn is_stream_on_gpu() -> Result<bool> {
     unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
 }
 
-/// Runs `work` on the shared stream, even if an enclosing call uses another one. The caller must be inside MLX.
+/// Runs `work` on the shared stream, even if an enclosing call uses another stream. The caller must be inside MLX.
 pub fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime()?.stream, work)
 }

@@ -67,7 +67,7 @@ pub fn start() -> Result<Runtime> {
         );
     }
     // mlx-c's error handler would end the process. The first call through mlx-rs replaces it by the handler of
-    // mlx-rs. The handler of etkv then replaces that one, and calls it.
+    // mlx-rs. The handler of etkv then replaces the handler of mlx-rs, and calls it.
     let device = default_device()?;
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
@@ -100,9 +100,9 @@ pub fn start() -> Result<Runtime> {
     Ok(Runtime { stream, on_gpu, kernels })
 }
 
-/// Makes MLX send shorter graphs to those NVIDIA GPUs for which it would choose 100 operations, because the GPU is
-/// idle until the first graph of a step is complete. For other GPUs MLX chooses 20. A host may set another number.
-/// Call this before the first stream is created. It sets an environment variable of the process, once.
+/// Makes MLX send shorter graphs to NVIDIA GPUs for which it would choose 100 operations. The GPU is idle until the
+/// first graph of a step is complete. For other GPUs, MLX chooses 20. A host may set another number. Call this before
+/// the first stream is created. It sets an environment variable of the process, once.
 fn limit_graphs(architecture: Option<&str>) {
     const VARIABLE: &str = "MLX_MAX_OPS_PER_BUFFER";
     const LONG: [&str; 3] = ["sm_90", "sm_100", "sm_120"];

@@ -35,8 +35,8 @@ pub struct ConvolveInputs<'a> {
 /// Computes a convolution of each channel over the tokens of a step and the columns before them. Columns before
 /// position 0 are zero.
 ///
-/// Returns the outputs, `[1, channels, T]` in `out_dtype` or, if that is `None`, in the dtype of `x`, and the columns
-/// that the plan stores, `[1, 1, n, channels]`.
+/// Returns the outputs, `[1, channels, T]`, and the columns that the plan stores, `[1, 1, n, channels]`. The outputs
+/// are in `out_dtype`, or in the dtype of `x` if `out_dtype` is `None`.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers

@@ -69,8 +69,8 @@ pub fn stored_tokens(plan: &RecurrentPlan) -> Vec<i32> {
     plan.stored.iter().map(|&token| token as i32).collect()
 }
 
-/// Checks that the chains of a plan cover the plan's tokens in order, and that they read only stored rows or earlier
-/// tokens.
+/// Checks that the chains of a plan cover the plan's tokens in order, and that chains read only stored rows or
+/// earlier tokens.
 ///
 /// # Errors
 /// [`Internal`](crate::Status::Internal) if a chain reads tokens that do not precede it.

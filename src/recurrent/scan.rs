@@ -40,8 +40,9 @@ pub struct ScanInputs<'a> {
 /// output = scale S^T q
 /// ```
 ///
-/// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype` or, if that is `None`, in the dtype of `q`, and the
-/// rows and anchors that the plan stores. A log decay below -88 is clamped to -88, for which the decay is close to 0.
+/// Returns the outputs, `[1, heads, T, v_dim]`, and the rows and anchors that the plan stores. The outputs are in
+/// `out_dtype`, or in the dtype of `q` if `out_dtype` is `None`. A log decay below -88 is clamped to -88, for which
+/// the decay is close to 0.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers

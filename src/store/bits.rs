@@ -75,9 +75,9 @@ fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Res
 
 /// Computes the E8M0 scales of blocks whose largest magnitudes are `peaks`, in float32. Elements have magnitudes up
 /// to 1.75 times 2^`top`, such as 7 and 448. The scale is the smallest power of two with which the peak is within
-/// that limit. The largest E2M1 value is 6, but a scaled peak of at most 7 is still nearer to 6 than to 8, the first
-/// value at which the next power of two begins. On normally distributed rows, the error is 3 % less than with the
-/// rule of the microscaling standard, and 8 % less than with MLX's rule.
+/// that limit. The largest E2M1 value is 6, but a scaled peak of at most 7 is still nearer to 6 than to 8, the next
+/// larger value that twice the scale could represent. On normally distributed rows, the error is 3 % less than with
+/// the rule of the microscaling standard, and 8 % less than with MLX's rule.
 ///
 /// Returns the codes, and the inverses of the scales in float32.
 pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {

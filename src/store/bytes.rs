@@ -44,7 +44,7 @@ impl Planes {
         if !fits || slots.is_empty() || plane >= self.layout.len() {
             fail!(
                 Internal,
-                "{found} bytes for plane {plane} of {} slots up to {} of {}",
+                "cannot copy {found} bytes for plane {plane} of {} slots, up to slot {} of {}",
                 slots.len(),
                 slots.end(),
                 self.slots()

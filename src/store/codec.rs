@@ -67,8 +67,7 @@ pub trait Codec: Send + Sync {
 /// The largest float16, which limits stored scales and offsets.
 pub(super) const F16_MAX: f32 = 65504.0;
 
-/// The maximum number of rows for each KV head for which unpacking in blocks is faster than unpacking one KV head at
-/// a time.
+/// The maximum number of rows for each KV head for which unpacking in blocks is faster than unpacking whole KV heads.
 pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
 /// The number of bytes of a block of unpacked rows, about the size of a CPU's caches.
@@ -114,7 +113,7 @@ fn block<C: Codec + ?Sized>(
     codec.decode(&planes::along(parts, SLOTS, start, stop)?, dtype)
 }
 
-/// [`Codec::scores`] with at most one block of rows unpacked at a time. With several blocks, each is
+/// Computes [`Codec::scores`] with at most one block of unpacked rows in memory. With several blocks, each is
 /// evaluated before the next: MLX would otherwise unpack all of them before it multiplies.
 pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
     codec: &C,
@@ -138,7 +137,7 @@ pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
     }
 }
 
-/// [`Codec::weighted`] with at most one block of rows unpacked at a time.
+/// Computes [`Codec::weighted`] with at most one block of unpacked rows in memory.
 pub(super) fn weighted_in_blocks<C: Codec + ?Sized>(
     codec: &C,
     p: &Array,

@@ -152,7 +152,7 @@ impl Finite {
             None => true,
         };
         let found = flag.writes.iter().copied().find(|&write| is_bad(&self.writes[write]));
-        // This may be the flag that cannot be read.
+        // If no write is bad by its values, the flag could not be read: its first write counts as bad.
         found.or(flag.writes.first().copied())
     }
 

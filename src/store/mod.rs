@@ -69,7 +69,7 @@ pub trait Pool: Send {
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
     /// Returns a view of the slots from `start` to `stop`, for attention. If only some of these slots are frozen, the
-    /// rows are copied for the view, and freed with it.
+    /// rows are copied for the view. The copy is freed with the view.
     ///
     /// The view holds the buffers: a write before the view is dropped copies all of them.
     ///

@@ -260,7 +260,7 @@ fn a_process_that_is_killed_leaves_old_or_new_contents() {
             let Some(&old) = noted.saved.get(&target) else { continue };
             let new = unsure.filter(|(one, _)| *one == target).map(|(_, new)| new);
             let Some((found, contents)) = target.load(old, folder.path()) else {
-                panic!("{target:?} is missing after {old} was saved, and {new:?} begun");
+                panic!("{target:?} is missing, although {old} was saved; {new:?} was begun");
             };
             assert!(found == old || Some(found) == new, "{found}, not {old} or {new:?}");
             assert!(contents == expected[&(target, found)], "{target:?} {found} differs");

@@ -209,7 +209,7 @@ impl Share {
         self.reserve_giving_way(bytes, |reclaim| reclaim())
     }
 
-    /// Like [`reserve`](Self::reserve), but calls reclaimers inside `give_way`. Like
+    /// Does the same as [`reserve`](Self::reserve), but calls reclaimers inside `give_way`. Like
     /// [`Store::give_way`](crate::Store::give_way), `give_way` releases locks for which reclaimers may wait.
     ///
     /// # Errors

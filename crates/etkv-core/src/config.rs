@@ -16,14 +16,14 @@ pub enum LayerPolicy {
     Full,
     /// The last `window` positions, including the query's own, and the first `sinks` positions.
     Window {
-        /// Positions, at least 1.
+        /// The number of positions, at least 1.
         window: i32,
-        /// Positions, at least 0.
+        /// The number of positions, at least 0.
         sinks: i32,
     },
     /// The positions of the query's chunk, up to the query's own position. Chunks begin at multiples of `chunk`.
     Chunk {
-        /// Positions, at least 1.
+        /// The number of positions, at least 1.
         chunk: i32,
     },
 }

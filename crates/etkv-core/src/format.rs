@@ -20,9 +20,9 @@ pub enum KvFormat {
     Bf16,
     /// Integers of `bits` bits with a float16 scale and offset for every `group` elements: MLX's affine quantization.
     Affine {
-        /// 2, 3, 4, 5, 6 or 8.
+        /// The number of bits of a code: 2, 3, 4, 5, 6 or 8.
         bits: u8,
-        /// 32, 64 or 128. It must divide head_dim.
+        /// The number of elements of a group: 32, 64 or 128. It must divide head_dim.
         group: u8,
     },
     /// OCP microscaling: E4M3 elements, with an E8M0 scale for every 32.
@@ -162,7 +162,7 @@ impl KvFormat {
         self.packing().is_none()
     }
 
-    /// Returns a number: head_dim must be a multiple of it. It is the number of elements that share a scale. In
+    /// Returns the number that must divide head_dim. It is the number of elements that share a scale. In
     /// formats with one scale for each row, it is the number of elements in a word of 32 bits.
     pub const fn granule(self) -> usize {
         match self.packing() {

@@ -159,5 +159,5 @@ fn other_positions() -> Error {
 }
 
 fn made_twice(call: usize) -> Error {
-    Error::new(Status::Step, format!("call {call} of a forward was made twice"))
+    Error::new(Status::Step, format!("cannot make call {call} of a forward twice"))
 }

@@ -1,6 +1,6 @@
 //! Bytes of a cache's buffers.
 
-/// Bytes of one buffer, or of several.
+/// The bytes of one buffer, or of several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bytes {
     /// The bytes that are allocated.
@@ -9,7 +9,7 @@ pub struct Bytes {
     pub used: u64,
 }
 
-/// Bytes of one layer's buffers.
+/// The bytes of one layer's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LayerMemory {
     /// The buffer of the keys.
@@ -29,7 +29,7 @@ impl std::ops::Add for Bytes {
     }
 }
 
-/// Bytes of one recurrent layer's buffers.
+/// The bytes of one recurrent layer's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RecurrentMemory {
     /// The buffers of the rows.
@@ -38,7 +38,7 @@ pub struct RecurrentMemory {
     pub anchors: Bytes,
 }
 
-/// Bytes of a cache's buffers.
+/// The bytes of a cache's buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Memory {

@@ -16,7 +16,7 @@ use crate::watch::TARGET;
 /// The budget calls a reclaimer during the call that needs memory, such as the beginning of a step. This call may
 /// come from any thread, from several threads at once, and while a thread holds the lock of the cache that requests
 /// memory. So a reclaimer must not wait for a lock that a thread may hold while it requests memory: it tries to lock,
-/// and frees nothing if it cannot. It also must not wait for work on another thread.
+/// and frees nothing if it does not get the lock. It also must not wait for work on another thread.
 ///
 /// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock) refuses a
 /// cache that is in use, such as the one that requests memory, with [`Step`](crate::Status::Step). A reservation by a

@@ -26,7 +26,7 @@ pub struct CacheReport {
     pub formats: FormatsReport,
     /// The sequences that have positions or trees, in order. In a kind with one sequence, the sequence's number is 0.
     pub sequences: Vec<SequenceReport>,
-    /// Bytes of all buffers.
+    /// The bytes of all buffers.
     pub memory: MemoryReport,
     /// The buffers of attention, layer by layer.
     pub layers: Vec<LayerReport>,
@@ -68,11 +68,11 @@ pub struct SequenceReport {
     pub tree: usize,
 }
 
-/// Bytes of all buffers.
+/// The bytes of all buffers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryReport {
-    /// Bytes of all buffers.
+    /// The bytes of all buffers.
     pub allocated: u64,
     /// The allocated bytes that positions use.
     pub used: u64,
@@ -103,7 +103,7 @@ pub struct RecurrentLayerReport {
     pub anchors: BytesReport,
 }
 
-/// Bytes of buffers.
+/// The bytes of some buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct BytesReport {
@@ -128,7 +128,7 @@ pub struct BufferReport {
     pub format: KvFormat,
     /// The number of allocated slots; absent if the kind does not report it.
     pub slots: Option<i32>,
-    /// Bytes of the buffer.
+    /// The bytes of the buffer.
     pub allocated: u64,
     /// The allocated bytes that positions use.
     pub used: u64,

@@ -37,7 +37,7 @@ struct Facts {
     holder: Option<u64>,
 }
 
-/// The same cache with the face for programs of one backend.
+/// A shared cache, with the face for programs of one backend.
 pub type ProgramCache<S> = Shared<dyn AttendCache<Store = S>>;
 
 /// A locked [`SharedCache`]; other threads wait until this is dropped.

@@ -24,8 +24,9 @@ static_assert(
 
 // Hidden: used only by the Rust code of this crate, and not exported by libetkv.
 
-/// Stores the name and the text of the custom kernel that computes `made`, which must not be computed yet, and the
-/// number after the name in the names of its files. For other arrays the strings are empty and the number is 0.
+/// Stores the name and the text of the custom kernel that computes `made`, and the number after the name in the names
+/// of the kernel's files. The array `made` must not be computed yet. For other arrays the strings are empty and the
+/// number is 0.
 extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_kernel_text(
     mlx_string* name,
     mlx_string* text,

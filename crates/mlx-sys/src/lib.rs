@@ -73,7 +73,7 @@ extern "C" {
     pub fn etkv_mlx_array_address(address: *mut u64, array: mlx_array) -> ::std::os::raw::c_int;
 
     /// Stores the name and the text of the custom kernel of an array that is not computed yet, and the number after
-    /// the name in the names of its files. For other arrays the strings stay empty, and the number is 0.
+    /// the name in the names of the kernel's files. For other arrays the strings stay empty, and the number is 0.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_kernel_text(
         name: *mut mlx_string,

@@ -468,8 +468,8 @@ impl Run {
         held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
-    /// Checks that the range of cells that is read begins and ends with cells that sequences of the step have or
-    /// write. Checks that a step of one sequence in one run needs no mask if the last query sees the whole run.
+    /// Checks the range of cells that a step reads: sequences of the step must have or write the range's first and
+    /// last cell. Checks that a step of one sequence in one run needs no mask if the last query sees the whole run.
     fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
         let slots = self.groups[group].ids();
         let (start, end) = (plan.read.start as usize, plan.read.end as usize);

@@ -44,7 +44,7 @@ impl MaskRuns {
         }
         let fits = slots.start >= 0 && slots.end as usize <= self.n_slots;
         if !fits {
-            fail!(Internal, "a query sees slots {slots:?} of {} that are read", self.n_slots);
+            fail!(Internal, "a query cannot see slots {slots:?}: the step reads {}", self.n_slots);
         }
         let slots = slots.start as u32..slots.end as u32;
         let begun = self.runs.len() > self.begin();

@@ -18,7 +18,7 @@ pub struct RecurrentPlan {
     /// The tokens of the step, as chains in the order of the tokens.
     pub chains: Vec<Chain>,
     /// The anchors that the step computes, in the order in which the chains reach them. An anchor with a slot is
-    /// stored there; the others are used only in this step.
+    /// stored in that slot. The other anchors are used only in this step.
     pub folds: Vec<Option<i32>>,
     /// The tokens whose rows are stored, ascending.
     pub stored: Vec<usize>,

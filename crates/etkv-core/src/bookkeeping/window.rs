@@ -1,5 +1,5 @@
-//! Windows that slide, and chunks: the positions that a query sees, and the number of positions that a layer keeps so
-//! that the last step can be rolled back.
+//! Windows that slide, and chunks: the positions that a query sees, and the number of positions that a layer keeps. A
+//! layer keeps more than the window, so that the last step can be rolled back.
 
 use crate::error::{fail, Result};
 use crate::growth::Growth;

@@ -361,26 +361,26 @@ pub trait SeqCache: Cache {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
-    /// [`Cache::rewindable_to`] for one of several sequences.
+    /// Returns [`Cache::rewindable_to`] for one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
-    /// [`Cache::reachable`] for one of several sequences.
+    /// Returns [`Cache::reachable`] for one of several sequences.
     ///
     /// # Errors
     /// Errors of [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
     /// range.
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// [`Cache::checkpoints`] for one of several sequences.
+    /// Returns [`Cache::checkpoints`] for one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_checkpoints(&self, sequence: i32) -> Result<Vec<i32>>;
 
-    /// Creates a checkpoint of one of several sequences; see [`Cache::mark`].
+    /// Creates a checkpoint in one of several sequences; see [`Cache::mark`].
     ///
     /// # Errors
     /// Errors of [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.

@@ -443,10 +443,12 @@ impl<S: Store> Storage<S> {
                 Some(layer) => {
                     fail!(
                         Step,
-                        "the step ends without recurrent layer {layer}; call every layer first"
+                        "cannot end the step without recurrent layer {layer}; call every layer first"
                     )
                 }
-                None => fail!(Step, "the step ends without layer {layer}; call every layer first"),
+                None => {
+                    fail!(Step, "cannot end the step without layer {layer}; call every layer first")
+                }
             }
         }
         Ok(())

@@ -79,7 +79,7 @@ pub struct Index {
 /// A file that was read.
 #[derive(Debug)]
 struct IndexedFile {
-    /// A number that differs if another file has the same name.
+    /// A number that identifies the file: another file with the same name has another number.
     identity: u64,
     /// The group and the text, or `None` if the file cannot be used.
     text: Option<(Group, Arc<[i64]>)>,

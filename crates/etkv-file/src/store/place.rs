@@ -19,7 +19,7 @@ pub struct StoredFile {
     pub bytes: u64,
     /// The time of its last use.
     pub used: SystemTime,
-    /// A number that differs if another file has the same name.
+    /// A number that identifies the file: another file with the same name has another number.
     pub identity: u64,
 }
 

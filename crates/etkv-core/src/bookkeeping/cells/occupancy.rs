@@ -27,7 +27,7 @@ impl Occupancy {
         if word >= self.words.len() {
             self.words.resize(word + 1, 0);
         }
-        debug_assert_eq!(self.words[word] & bit, 0, "cell {cell} is taken twice");
+        debug_assert_eq!(self.words[word] & bit, 0, "cannot take cell {cell} twice");
         self.words[word] |= bit;
         self.taken += 1;
         while self.words.get(self.first_free_word) == Some(&u64::MAX) {
@@ -38,7 +38,7 @@ impl Occupancy {
     /// Frees a taken cell.
     pub fn free(&mut self, cell: i32) {
         let (word, bit) = word_and_bit(cell);
-        debug_assert!(self.is_taken(cell), "cell {cell} is freed twice");
+        debug_assert!(self.is_taken(cell), "cannot free cell {cell} twice");
         self.words[word] &= !bit;
         self.taken -= 1;
         self.first_free_word = self.first_free_word.min(word);

@@ -23,8 +23,8 @@ impl CellsBookkeeping {
         Ok(reachable.map_or(0, |run| run.position + 1))
     }
 
-    /// Returns the least position at which a query sees no dropped position, or 0 if none of the `positions` of a
-    /// sequence has been dropped from a layer group.
+    /// Returns the least position at which a query of a sequence sees no dropped position, or 0 if no layer group has
+    /// dropped any. Only `positions` count as dropped.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
@@ -157,8 +157,9 @@ impl CellsBookkeeping {
                 if self.recurrent.is_some() && removes && next == self.next(sequence) {
                     fail!(
                         Position,
-                        "positions {} to {} of sequence {sequence} are not its last: the state of recurrent \
-                         layers follows from all that precede a position; remove from a position to the end",
+                        "cannot remove positions {} to {} of sequence {sequence}: they are not its last, and the state \
+                         of recurrent layers depends on all earlier positions; remove all positions from the \
+                         first one to the end",
                         positions.start,
                         positions.end
                     );

@@ -50,7 +50,9 @@ impl Tree {
         let whole = whole && [0, *n_written].contains(&rows.len());
         if *n_written > tree.len() || !whole {
             let n = tree.len();
-            return Err(damaged(format_args!("a tree of {n} nodes has the cells of {n_written}")));
+            return Err(damaged(format_args!(
+                "a tree of {n} nodes has cells for {n_written} nodes"
+            )));
         }
         if anchors.iter().any(|&(node, _)| node >= *n_written) {
             return Err(damaged("an anchor follows a node that has not run"));
