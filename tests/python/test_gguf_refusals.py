@@ -162,11 +162,39 @@ def test_values_that_cannot_be(opened, key, value, said):
         ("gemma4, experts", ".attention.head_count_kv", [2, 0], "expected numbers above 0"),
         ("gemma3n", ".altup.num_inputs", 3, "4 inputs of a layer"),
         ("gemma3n", ".activation_sparsity_scale", [math.inf] * 4, "expected finite numbers"),
+        ("gemma3n", ".altup.active_idx", 4, "expected a number below 4, the number of inputs"),
+        ("gemma3n", ".attention.sliding_window_pattern", 3, "none of the first 2 layers, .* is without a window"),
+        ("gemma3n", ".attention.sliding_window_pattern", [False, False, True, True], "none .* has a window"),
+        ("gemma3n", ".rope.freq_base_swa", 0.0, "expected a number above 0"),
+        ("gemma3", ".rope.freq_base_swa", -1.0, "expected a number above 0"),
+        ("gemma4", ".attention.sliding_window_pattern", [True, True], "the last of 2 layers has no window"),
+        ("gemma4, shared layers", ".attention.sliding_window_pattern", [True] * 3 + [False], "is without a window"),
+        ("gemma4", ".attention.layer_norm_rms_epsilon", -1e-6, "expected a number of at least 0"),
+        ("deepseek2", ".attention.layer_norm_rms_epsilon", -1e-6, "expected a number of at least 0"),
+        ("mamba2", ".attention.layer_norm_rms_epsilon", -1e-6, "expected a number of at least 0"),
+        ("gpt2", ".attention.layer_norm_epsilon", -1e-6, "expected a number of at least 0"),
+        ("glm4moe", ".expert_group_count", 3, "which does not divide 4, the number of experts"),
+        ("glm4moe", ".expert_group_used_count", 3, "but there are 2 groups of experts"),
+        ("glm4moe", ".expert_used_count", 3, "but the groups of a token have 2 experts"),
+        ("qwen3next", ".ssm.time_step_rank", 5, "which does not divide 96"),
     ],
 )
 def test_values_that_an_architecture_cannot_have(opened, case, key, value, said):
     with pytest.raises(EtkvError, match=said):
         gguf.read_config(changed(opened(case), **{key: value}))
+
+
+MIXTURES = (
+    *("afmoe", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "gemma4, experts", "glm4moe", "gpt-oss"),
+    *("granitehybrid", "granitemoe", "hunyuan-moe", "lfm2moe", "llama4", "minimax-m2", "mixtral", "nemotron_h_moe"),
+    *("olmoe", "phimoe", "qwen2moe", "qwen3moe", "qwen3next", "qwen35moe"),
+)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_token_has_at_most_all_experts(opened, case):
+    with pytest.raises(EtkvError, match=r"expert_used_count = 99, but there are 4 experts"):
+        gguf.read_config(changed(opened(case), **{".expert_used_count": 99}))
 
 
 def test_frequencies_that_no_head_of_gemma4_has(opened):

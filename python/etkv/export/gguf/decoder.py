@@ -77,7 +77,7 @@ class Decoder:
         # Converters also write the epsilon of layer norms, which these models do not have.
         self.keys.skip("attention.layer_norm_epsilon")
         return self.common | {
-            "rms_norm_eps": self.keys.real("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self.keys.epsilon("attention.layer_norm_rms_epsilon"),
             "head_dim": self.head_dim,
             "rope_parameters": rope.read(self.keys, self.head_dim, partial=partial),
         }
@@ -85,7 +85,7 @@ class Decoder:
     def layer_norm(self) -> float:
         """Return the epsilon of layer norms."""
         self.keys.skip("attention.layer_norm_rms_epsilon")
-        return self.keys.real("attention.layer_norm_epsilon")
+        return self.keys.epsilon("attention.layer_norm_epsilon")
 
     def usual_head_dim(self) -> None:
         """Raise :class:`EtkvError` unless heads times head size is the model's width. The family supports no other head
@@ -166,9 +166,7 @@ class Decoder:
         keys.only("expert_group_used_count", 0, 1, reason="but this architecture has no groups of experts")
         if fixed:
             keys.only("expert_weights_norm", normalized, reason=f"but this architecture has {normalized}")
-        count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
-        if used > count:
-            raise keys.refuse("expert_used_count", f"but there are {count} experts")
+        count, used = expert_counts(keys)
         rule = {} if fixed else {"norm_topk_prob": keys.flag("expert_weights_norm", normalized)}
         return {"num_experts": count, "num_experts_per_tok": used} | rule
 
@@ -193,11 +191,31 @@ def layers(keys: Keys) -> int:
     return blocks - others
 
 
-def grouped_experts(keys: Keys) -> Settings:
-    """Return the settings of experts, by the names of DeepSeek's families, for any function of the router."""
+def expert_counts(keys: Keys) -> tuple[int, int]:
+    """Return the number of experts, and the number of experts for each token."""
     count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
     if used > count:
         raise keys.refuse("expert_used_count", f"but there are {count} experts")
+    return count, used
+
+
+def expert_groups(keys: Keys) -> tuple[int, int]:
+    """Return the number of groups of experts, and the number of groups from which a token's experts are chosen."""
+    count, used = expert_counts(keys)
+    groups = keys.integer("expert_group_count", 0) or 1
+    if count % groups:
+        raise keys.refuse("expert_group_count", f"which does not divide {count}, the number of experts")
+    chosen = keys.integer("expert_group_used_count", 0) or 1
+    if chosen > groups:
+        raise keys.refuse("expert_group_used_count", f"but there are {groups} groups of experts")
+    if used > chosen * (count // groups):
+        raise keys.refuse("expert_used_count", f"but the groups of a token have {chosen * (count // groups)} experts")
+    return groups, chosen
+
+
+def grouped_experts(keys: Keys) -> Settings:
+    """Return the settings of experts, by the names of DeepSeek's families, for any function of the router."""
+    (count, used), (groups, chosen) = expert_counts(keys), expert_groups(keys)
     width, shared = keys.positive("expert_feed_forward_length"), keys.integer("expert_shared_count", 0)
     reason = f"but there are {shared} shared experts of width {width}"
     keys.only("expert_shared_feed_forward_length", shared * width, reason=reason)
@@ -206,8 +224,8 @@ def grouped_experts(keys: Keys) -> Settings:
         "num_experts_per_tok": used,
         "moe_intermediate_size": width,
         "n_shared_experts": shared,
-        "n_group": keys.integer("expert_group_count", 0) or 1,
-        "topk_group": keys.integer("expert_group_used_count", 0) or 1,
+        "n_group": groups,
+        "topk_group": chosen,
         "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),

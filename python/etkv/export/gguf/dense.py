@@ -64,7 +64,7 @@ def _gemma3(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     settings = decoder.llama_like() | decoder.window(6) | _gemma_scale(decoder, 62)
     # Layers with a window have another rotary base, and no scaling.
-    local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": keys.positive_real("rope.freq_base_swa", 10000.0)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
     settings["final_logit_softcapping"] = keys.real("final_logit_softcapping", 0.0) or None
     return "gemma3_text", settings

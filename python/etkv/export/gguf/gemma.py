@@ -6,11 +6,17 @@ import math
 
 from etkv.errors import EtkvError
 from etkv.export.gguf import rope
-from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding, layers
+from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding, expert_counts, layers
 from etkv.export.gguf.keys import Keys
 
 _OWN_CACHES = 20
 """Number of layers of Gemma 3n with keys and values of their own, for files without this number."""
+
+_PATTERN = "attention.sliding_window_pattern"
+"""The key with the kinds of layers."""
+
+_INPUTS = 4
+"""Number of inputs of a layer of Gemma 3n."""
 
 _UNROTATED = 1e30
 """The divisor of the frequencies that do not rotate."""
@@ -20,16 +26,19 @@ def _gemma3n(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     settings = decoder.llama_like() | decoder.window(5)
     keys.only("attention.scale", 0.0, 1.0, reason="but this architecture scales by 1")
-    keys.only("altup.num_inputs", 4, reason="but this architecture has 4 inputs of a layer")
-    local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)}
+    keys.only("altup.num_inputs", _INPUTS, reason=f"but this architecture has {_INPUTS} inputs of a layer")
+    active = keys.integer("altup.active_idx", 0)
+    if active >= _INPUTS:
+        raise keys.refuse("altup.active_idx", f"expected a number below {_INPUTS}, the number of inputs of a layer")
+    local = {"rope_type": "default", "rope_theta": keys.positive_real("rope.freq_base_swa", 10000.0)}
     rank = keys.file.tensors.get("blk.0.laurel_l.weight")
     if rank is None:
         raise EtkvError(f"{keys.file.path} lacks tensor blk.0.laurel_l.weight of its model")
     return "gemma3n_text", settings | _per_layer(keys) | {
         "rope_parameters": {"full_attention": settings["rope_parameters"], "sliding_attention": local},
-        "num_kv_shared_layers": _shared(keys, decoder.layers, max(0, decoder.layers - _OWN_CACHES)),
-        "altup_num_inputs": 4,
-        "altup_active_idx": keys.integer("altup.active_idx", 0),
+        "num_kv_shared_layers": _shared(keys, settings["layer_types"], max(0, decoder.layers - _OWN_CACHES)),
+        "altup_num_inputs": _INPUTS,
+        "altup_active_idx": active,
         "laurel_rank": rank.shape[0],
         "activation_sparsity_pattern": _sparsity(keys, decoder.layers),
         "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0) or None,
@@ -53,19 +62,32 @@ def _per_layer(keys: Keys) -> Settings:
     return settings
 
 
-def _shared(keys: Keys, n_layers: int, default: int) -> int:
-    """Return the number of last layers that share the keys and values of earlier layers."""
+def _shared(keys: Keys, kinds: list[str], default: int) -> int:
+    """Return the number of last layers that share the keys and values of earlier layers. ``kinds`` are those of all
+    layers. A layer shares with the last layer of its kind that has keys and values of its own.
+    """
     shared = keys.integer("attention.shared_kv_layers", default)
-    if shared >= n_layers:
-        raise keys.refuse("attention.shared_kv_layers", f"but the model has {n_layers} layers")
+    own = len(kinds) - shared
+    if own < 1:
+        raise keys.refuse("attention.shared_kv_layers", f"but the model has {len(kinds)} layers")
+    missing = set(kinds[own:]) - set(kinds[:own])
+    if missing:
+        lacking = "has a window" if missing == {"sliding_attention"} else "is without a window"
+        raise keys.refuse(
+            _PATTERN if keys.has(_PATTERN) else "attention.shared_kv_layers",
+            f"but none of the first {own} layers, which have keys and values of their own, {lacking}",
+        )
     return shared
 
 
 def _kinds(keys: Keys, n_layers: int) -> list[str]:
     """Return the kind of each layer, by the flags of the file."""
-    slides = keys.flags_or_integer("attention.sliding_window_pattern", 0)
+    slides = keys.flags_or_integer(_PATTERN, 0)
     if isinstance(slides, int) or len(slides) < n_layers:
-        raise keys.refuse("attention.sliding_window_pattern", f"expected a flag for each of {n_layers} layers")
+        raise keys.refuse(_PATTERN, f"expected a flag for each of {n_layers} layers")
+    if slides[n_layers - 1]:
+        # transformers would silently attend to all positions there.
+        raise keys.refuse(_PATTERN, f"but the last of {n_layers} layers has no window in this architecture")
     return ["sliding_attention" if each else "full_attention" for each in slides[:n_layers]]
 
 
@@ -90,7 +112,7 @@ def _gemma4(keys: Keys) -> tuple[str, Settings]:
     heads = keys.of_layers("attention.head_count_kv", n_layers)
     of_windows = _one_of(keys, "attention.head_count_kv", heads, kinds, "sliding_attention")
     of_whole = _one_of(keys, "attention.head_count_kv", heads, kinds, "full_attention")
-    shared = _shared(keys, n_layers, 0)
+    shared = _shared(keys, kinds, 0)
     settings: Settings = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
@@ -101,7 +123,7 @@ def _gemma4(keys: Keys) -> tuple[str, Settings]:
         "head_dim": head_dim,
         "global_head_dim": whole,
         "max_position_embeddings": keys.positive("context_length"),
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.epsilon("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         "sliding_window": keys.positive("attention.sliding_window"),
         "layer_types": kinds,
@@ -132,19 +154,14 @@ def _experts(keys: Keys) -> Settings:
     if not keys.integer("expert_count", 0):
         return {"enable_moe_block": False}
     keys.only("expert_gating_func", 0, 1, reason="but this architecture's router is a softmax (1)")
-    count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
-    if used > count:
-        raise keys.refuse("expert_used_count", f"but there are {count} experts")
+    count, used = expert_counts(keys)
     width = keys.positive("expert_feed_forward_length")
     return {"enable_moe_block": True, "num_experts": count, "top_k_experts": used, "moe_intermediate_size": width}
 
 
 def _rotary(keys: Keys, whole: int) -> Settings:
     """Return both rotary embeddings. Layers without a window rotate the first part of a head's frequencies."""
-    base, local = keys.real("rope.freq_base", 10000.0), keys.real("rope.freq_base_swa", 10000.0)
-    for name, number in (("rope.freq_base", base), ("rope.freq_base_swa", local)):
-        if number <= 0:
-            raise keys.refuse(name, "expected a number above 0")
+    base, local = (keys.positive_real(f"rope.freq_base{end}", 10000.0) for end in ("", "_swa"))
     keys.only("rope.scaling.type", "none", "linear", reason="but this architecture does not scale positions")
     keys.only("rope.scaling.factor", 0.0, 1.0, reason="but this architecture does not scale positions")
     keys.only("rope.scale_linear", 0.0, 1.0, reason="but this architecture does not scale positions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding
+from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding, expert_counts, expert_groups
 from etkv.export.gguf.keys import Keys
 
 
@@ -45,7 +45,7 @@ def _mamba2(keys: Keys) -> tuple[str, Settings]:
         "n_groups": sizes["groups"],
         "conv_kernel": sizes["conv"],
         "expand": _expand(keys, sizes, hidden),
-        "layer_norm_epsilon": keys.real("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": keys.epsilon("attention.layer_norm_rms_epsilon"),
         "use_bias": keys.has_tensor("blk.0.ssm_in.bias"),
         "use_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
@@ -104,7 +104,7 @@ def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
         "num_key_value_heads": decoder.kv_heads,
         "head_dim": decoder.head_dim,
         "max_position_embeddings": decoder.context,
-        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": keys.epsilon("attention.layer_norm_epsilon"),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         "conv_kernel": sizes["conv"],
         "ssm_state_size": sizes["state"],
@@ -143,13 +143,14 @@ def _nemotron_kinds(decoder: Decoder) -> list[str]:
 
 
 def _nemotron_experts(keys: Keys) -> Settings:
+    (count, used), (groups, chosen) = expert_counts(keys), expert_groups(keys)
     experts = {
-        "n_routed_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "n_routed_experts": count,
+        "num_experts_per_tok": used,
         "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
         "n_shared_experts": keys.integer("expert_shared_count", 1),
-        "n_group": keys.integer("expert_group_count", 0) or 1,
-        "topk_group": keys.integer("expert_group_used_count", 0) or 1,
+        "n_group": groups,
+        "topk_group": chosen,
         "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
     }
@@ -205,10 +206,11 @@ def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like() | _lfm2_kinds(decoder)
     keys.only("expert_gating_func", 2, reason="but this architecture's router is a sigmoid (2)")
+    count, used = expert_counts(keys)
     return "lfm2_moe", settings | {
         "norm_eps": settings.pop("rms_norm_eps"),
-        "num_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "num_experts": count,
+        "num_experts_per_tok": used,
         "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
         "num_dense_layers": keys.integer("leading_dense_block_count", 0),
         "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors),
@@ -228,6 +230,8 @@ def _delta(keys: Keys) -> tuple[Decoder, Settings]:
     if len(recurrent) < decoder.layers:
         raise keys.refuse("attention.recurrent_layers", f"but the model has {decoder.layers} layers")
     heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
+    if inner % heads:
+        raise keys.refuse("ssm.time_step_rank", f"which does not divide {inner}, the size of its states")
     return decoder, settings | {
         "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: decoder.layers]],
         "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),

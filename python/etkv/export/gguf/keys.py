@@ -58,6 +58,20 @@ class Keys:
             raise self.refuse(name, "expected a finite number")
         return float(value)
 
+    def positive_real(self, name: str, default: float | None = None) -> float:
+        """Return a finite number above 0. Raises :class:`EtkvError` as :meth:`integer` does."""
+        value = self.real(name, default)
+        if value <= 0:
+            raise self.refuse(name, "expected a number above 0")
+        return value
+
+    def epsilon(self, name: str) -> float:
+        """Return the number that a norm adds, at least 0. Raises :class:`EtkvError` as :meth:`integer` does."""
+        value = self.real(name)
+        if value < 0:
+            raise self.refuse(name, "expected a number of at least 0")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean. Raises :class:`EtkvError` for another value."""
         value = self._required(name, default)

@@ -72,7 +72,7 @@ class _Latent:
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
             "max_position_embeddings": keys.positive("context_length"),
-            "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": keys.epsilon("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": not keys.has_tensor("output.weight"),
             "q_lora_rank": keys.integer("attention.q_lora_rank", 0) or None,
             "kv_lora_rank": rank,

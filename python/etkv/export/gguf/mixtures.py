@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etkv.export.gguf.decoder import Decoder, Reader, Settings
+from etkv.export.gguf.decoder import Decoder, Reader, Settings, expert_counts
 from etkv.export.gguf.keys import Keys
 
 
@@ -62,8 +62,7 @@ def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
     settings["intermediate_size"] = _width(decoder)
     # The softmax is over the logits of the chosen experts only.
     keys.only("expert_gating_func", 0, 3, reason="but this architecture's router is a softmax of chosen experts (3)")
-    settings["num_local_experts"] = keys.positive("expert_count")
-    settings["num_experts_per_tok"] = keys.positive("expert_used_count")
+    settings["num_local_experts"], settings["num_experts_per_tok"] = expert_counts(keys)
     keys.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], reason="but all layers have one base")
     if settings["rope_parameters"]["rope_type"] == "yarn":
         # The value of the published models. There is no key for it.
@@ -189,8 +188,7 @@ def _llama4(keys: Keys) -> tuple[str, Settings]:
     settings["intermediate_size"] = keys.positive("expert_feed_forward_length")
     # A sigmoid of the chosen experts' logits scales the inputs of these experts.
     keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
-    settings["num_local_experts"] = keys.positive("expert_count")
-    settings["num_experts_per_tok"] = keys.positive("expert_used_count")
+    settings["num_local_experts"], settings["num_experts_per_tok"] = expert_counts(keys)
     settings["interleave_moe_layer_step"] = keys.positive("interleave_moe_layer_step")
     settings["attention_bias"] = decoder.biases()["attention_bias"]
     # llama.cpp leaves out the norms of queries and keys in the model with 128 experts.

@@ -23,9 +23,7 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
 
     Raises :class:`EtkvError` for settings that transformers' embeddings cannot express.
     """
-    base = keys.real("rope.freq_base", 10000.0)
-    if base <= 0:
-        raise keys.refuse("rope.freq_base", "expected a number above 0")
+    base = keys.positive_real("rope.freq_base", 10000.0)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     rotary_dim = keys.positive("rope.dimension_count", head_dim)
     if head_dim % 2 and not keys.has("rope.dimension_count"):
