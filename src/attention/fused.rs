@@ -1,5 +1,5 @@
 //! The choice between MLX's two attention implementations on a GPU, for calls that [the kernel](crate::kernels) does
-//! not support: rows that are few or have odd sizes, and masks that differ between heads.
+//! not support: few rows, rows of odd sizes, and masks that differ between heads.
 //!
 //! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of
 //! query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call itself. The length

@@ -11,8 +11,8 @@ use crate::mlx;
 /// the bytes on the host costs no more than the few launches on the GPU.
 const MIN: usize = 1 << 18;
 
-/// The maximum number of elements of each of three temporary arrays, which have an element for each query, slot and
-/// run of a query. Larger masks are copied as bytes.
+/// The maximum number of elements of each of three temporary arrays. These arrays have an element for each query,
+/// slot and run of a query. Larger masks are copied as bytes.
 const MAX: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.

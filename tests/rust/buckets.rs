@@ -113,8 +113,8 @@ fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
     store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
 }
 
-/// Loads the longest stored prefix of a text, and checks that the cache then equals one that read it. Returns its
-/// length.
+/// Loads the longest stored prefix of a text, and checks that the cache then equals a cache that read the prefix.
+/// Returns its length.
 fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
     let n = store.load(&mut *cache, MODEL, text).unwrap();

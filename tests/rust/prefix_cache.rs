@@ -38,7 +38,7 @@ fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> b
     kept
 }
 
-/// Attaches a cache, and checks that it equals one that read the text itself. Returns its length.
+/// Attaches a cache, and checks that it equals a cache that read the text itself. Returns its length.
 fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<B>();
     let n = prefixes.attach(&mut *cache, MODEL, text).unwrap();
@@ -234,8 +234,8 @@ fn a_text_replaces_its_prefixes<B: Backend>() {
     }
     let mut empty = shape.make::<B>();
     assert_eq!(prefixes.attach(&mut *empty, "another model", &text), Ok(0));
-    // With a window, a prefix can be used for texts that continue at its end, or at a position where it was kept
-    // earlier.
+    // With a window, a prefix can be used for texts that continue at the prefix's end, or at an earlier position at
+    // which the cache was kept.
     let shape = TextShape { windowed: true, ..shape };
     let prefixes = unlimited();
     for n in [50, 100] {

@@ -17,7 +17,7 @@ fn config() -> CacheConfig {
     CacheConfig::uniform(1, 1, 8, 8)
 }
 
-/// An object that uses the registry when it is dropped, which happens when its builder is replaced.
+/// An object that uses the registry when it is dropped. It is dropped when its builder is replaced.
 struct RegisterOnDrop(Arc<AtomicUsize>);
 
 impl Drop for RegisterOnDrop {

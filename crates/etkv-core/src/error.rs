@@ -31,7 +31,8 @@ pub enum Status {
     Unsupported = 9,
     /// The backend reported an error, or there is too little memory for buffers.
     Backend = 10,
-    /// The call is not allowed while a step is open on this cache, or is allowed only then.
+    /// A step is open on this cache, and the call is allowed only without an open step. Or no step is open, and the
+    /// call needs one.
     Step = 11,
     /// A defect inside this library.
     Internal = 12,

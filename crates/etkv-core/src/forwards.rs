@@ -61,8 +61,8 @@ impl<S: Store> Forwards<S> {
         })
     }
 
-    /// Runs a call of a recurrent layer: passes the rows and anchors that it reads to `work`, and writes those that
-    /// `work` returns. If `work` fails, the forward is rolled back, even in its last call.
+    /// Runs a call of a recurrent layer: passes the rows and anchors that the layer reads to `work`, and writes the
+    /// rows and anchors that `work` returns. If `work` fails, the forward is rolled back, even in its last call.
     ///
     /// # Errors
     /// Errors of [`call`](Self::call) and of [`update_recurrent`](AttendCache::update_recurrent).

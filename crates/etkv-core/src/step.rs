@@ -52,8 +52,8 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.update_and_fetch(layer, k, v)
     }
 
-    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes those that `work` returns; see
-    /// [`AttendCache::update_recurrent`].
+    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes the rows and anchors that
+    /// `work` returns; see [`AttendCache::update_recurrent`].
     ///
     /// # Errors
     /// Errors of [`AttendCache::update_recurrent`].

@@ -135,8 +135,8 @@ pub trait Store: Sized + Send + 'static {
         self.eval(outputs)
     }
 
-    /// Returns the index, from 0, of the first watched write of the open step with a value that is not finite, or
-    /// `None` if all are finite.
+    /// Returns the index, from 0, of the first watched write of the open step that has a value that is not finite.
+    /// Returns `None` if all values are finite.
     fn non_finite(&self) -> Option<usize>;
 
     /// Ends the open step and keeps its writes.

@@ -84,7 +84,7 @@ pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec
     read::load(face(cache)?, path, &fingerprint, most)
 }
 
-/// Writes one sequence of a cache with several sequences to a file, as [`save`] does. The file is like that of a
+/// Writes one sequence of a cache with several sequences to a file, as [`save`] does. The file is like a file of a
 /// cache that has only this sequence, as sequence 0.
 ///
 /// # Errors

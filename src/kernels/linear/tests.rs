@@ -286,7 +286,8 @@ fn heads_that_turn_fit_the_product() {
         };
         assert_eq!(takes(3, 16, 4, None)?, Some(128));
         assert_eq!(takes(3, 16, 5, None)?, Some(160));
-        // Other numbers of tokens, heads that do not fill tiles or the outputs, no heads, and too many heads.
+        // The kernel refuses another number of tokens, heads that do not fill tiles or the outputs, no heads, and too
+        // many heads.
         for (tokens, periods, heads) in [(4, 16, 4), (3, 4, 4), (3, 24, 1), (3, 16, 0), (3, 16, 6)]
         {
             assert_eq!(takes(tokens, periods, heads, None)?, None);

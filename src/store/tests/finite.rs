@@ -43,7 +43,7 @@ fn writes_of_one_shape_share_a_flag() {
 
 #[test]
 fn the_first_write_that_is_not_finite_is_named() {
-    // Heads, tokens, and the dtype of the input values.
+    // The number of heads, the number of tokens, and the dtype of the input values.
     let writes = [
         (2, 4, Dtype::Float32),
         (2, 65, Dtype::Float32),

@@ -74,7 +74,7 @@ fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
             // The scale is stretched so that zero has a code, by at most half a step over at least half of the codes.
             let step = (most - least) / codes * (1.0 + 1.0 / codes);
             let far = most.abs().max(least.abs());
-            // Half a step inside the range, and one step at its clipped ends.
+            // The error is at most half a step inside the range, and at most one step at its clipped ends.
             block.iter().map(|_| step * 1.01 + (2.0 * far + most - least) / 2048.0).collect()
         }),
     }

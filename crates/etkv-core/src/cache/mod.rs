@@ -1,4 +1,4 @@
-//! Caches, which combine bookkeeping and a backend's store, and their faces.
+//! Caches and their faces. A cache combines bookkeeping and a backend's store.
 //!
 //! A runner controls a [`Cache`], with integers. [`SeqCache`] and [`TreeCache`] add calls for several sequences and
 //! for candidates. A program's `update_and_attend` uses an [`AttendCache`], with tensors of the backend. A cache
@@ -285,8 +285,8 @@ pub trait Cache: Send {
 /// While a step is open and not [set aside](AttendCache::set_aside), every call that changes the cache returns
 /// [`Step`](crate::Status::Step), and queries return the state before the step. Every call returns
 /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a range that starts below 0
-/// or ends before it starts. After a step that was [committed unread](AttendCache::commit_unread), a call that
-/// changes the cache returns that step's error if its values are not finite.
+/// or ends before it starts. After a step was [committed unread](AttendCache::commit_unread), a call that changes the
+/// cache returns an error if the values of that step are not finite.
 pub trait SeqCache: Cache {
     /// Declares the sequence of each token of the next step. Without a declaration the tokens belong to the proposed
     /// frontiers, in the order of their sequences, or to the only sequence if there are no frontiers. The declaration
@@ -461,7 +461,7 @@ pub trait AttendCache: Cache {
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) if no step is open.
-    /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
+    /// - [`Shape`](crate::Status::Shape) for rows of a wrong shape, or a layer out of range.
     /// - [`Backend`](crate::Status::Backend).
     fn update_and_fetch(
         &mut self,
@@ -479,7 +479,7 @@ pub trait AttendCache: Cache {
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) if no step is open.
-    /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
+    /// - [`Shape`](crate::Status::Shape) for rows of a wrong shape, or a layer out of range.
     /// - [`Backend`](crate::Status::Backend), and the errors of `work`.
     /// - [`Unsupported`](crate::Status::Unsupported) by default.
     fn update_recurrent(

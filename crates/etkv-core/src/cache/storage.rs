@@ -37,7 +37,7 @@ enum Progress {
 /// The store of all layers, and the state of the open step except its bookkeeping.
 pub struct Storage<S: Store> {
     config: CacheConfig,
-    /// The layers of the store. In this file "layer" means one of them.
+    /// The layers of the store. In this file, a "layer" is a layer of the store.
     layers: StoreLayers,
     store: S,
     /// The store's share of the process's memory budget.
@@ -544,8 +544,8 @@ impl<S: Store> Storage<S> {
     /// often rolled back, so this logs no warning.
     ///
     /// Writes that are not evaluated are dropped, because an evaluation that failed would fail again. Evaluated
-    /// writes stay in unused slots. Only in buffers that sequences share are they zeroed, because a mask cannot hide
-    /// values that are not finite.
+    /// writes stay in unused slots. Buffers that sequences share are an exception: there the written slots are
+    /// zeroed, because a mask cannot hide values that are not finite.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
         S::exclusively(&mut || self.roll_back(aside, &written));
     }

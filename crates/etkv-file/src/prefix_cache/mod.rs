@@ -20,9 +20,9 @@ use crate::{capacity_of, model_of, Labels, PrefixStore};
 /// [`Prefix`]. An empty cache whose text begins with the same tokens attaches to the prefix, without a copy.
 ///
 /// A prefix is used by caches with the same backend, layers, formats and fingerprint, up to the length that both
-/// texts have in common. Layers with windows can be rewound only a little, so their prefixes are used for texts that
-/// differ near their end, in caches of the same capacity and `max_step_tokens`. Each kind accepts the prefixes of all
-/// others; see [`ShareCache::attach`](etkv_core::ShareCache::attach).
+/// texts have in common. Layers with windows can be rewound only a little. Their prefixes are used only for texts
+/// that differ near the end, in caches of the same capacity and `max_step_tokens`. Each kind accepts the prefixes of
+/// all others; see [`ShareCache::attach`](etkv_core::ShareCache::attach).
 ///
 /// Several threads can use a prefix cache. A clone is a handle of the same prefix cache. The prefixes are dropped
 /// with the last handle, but a cache that is attached to one keeps its rows.
@@ -232,8 +232,8 @@ impl PrefixCache {
     ///
     /// The result is a prefix like others: it counts for `max_bytes` and the memory budget, and may be removed as the
     /// least recently used. Texts that cannot be read, for example because there is too little memory, are counted in
-    /// the [report](Self::report). After a text was read, `attach` does not query the store for it for a minute, as
-    /// long as memory has it.
+    /// the [report](Self::report). For a minute after a text was read, `attach` does not query the store for that
+    /// text, as long as the text is in memory.
     ///
     /// Dropping the last handle of the prefix cache waits until the current text has been read.
     ///

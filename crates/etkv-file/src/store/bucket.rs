@@ -344,14 +344,14 @@ mod tests {
         for (at, n) in [(0, 8), (39_999_990, 10), (8, 300_000), (300_008, 39_699_992), (5, 5)] {
             check(at, n);
         }
-        // Reads in steps that are prefetched, in steps that are not, and at the end.
+        // Reads at growing offsets with gaps, and at the end.
         for at in (0..39_000_000).step_by(3_000_001) {
             check(at, 1_000_000);
         }
         assert_eq!(file.seek(SeekFrom::End(0)).unwrap(), len);
         assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
         assert!(file.seek(SeekFrom::Current(-50_000_000)).is_err());
-        // Reading stops if another object replaces this one.
+        // Reading fails if another object replaces the object that was opened.
         put(&bucket, &name, &bytes[1..]);
         file.seek(SeekFrom::Start(20_000_000)).unwrap();
         assert!(file.read_exact(&mut [0; 4]).is_err());

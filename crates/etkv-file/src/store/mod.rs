@@ -44,7 +44,7 @@ type Beginning = (Header, Vec<i64>);
 ///
 /// A file contains a whole cache of one sequence. A cache with the same kind, layers, formats and fingerprint of the
 /// model can load it. It is then rewound to the length that both texts have in common. Layers with windows can be
-/// rewound only a little, so their files are used for texts that differ near their end, in caches of the same
+/// rewound only a little. Their files are used only for texts that differ near the end, in caches of the same
 /// capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {

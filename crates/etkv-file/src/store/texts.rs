@@ -110,7 +110,8 @@ impl<T> Texts<T> {
         {
             let n = shared(text, tokens);
             bound = if n < text.len() {
-                // This text is not a prefix. Prefixes that come before it have at most as many tokens as it shares.
+                // This text is not a prefix. A prefix that comes before this text has no more tokens than this text
+                // shares with `tokens`.
                 Bound::Included(&tokens[..n])
             } else {
                 if covers(reach, &entry.reach, text) && tokens.len() <= entry.capacity {

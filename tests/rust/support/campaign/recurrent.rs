@@ -441,7 +441,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         let mut text = self.text(source);
         let mut at = self.rng.below(text.tokens.len() + 1) as i32;
         if self.rng.chance(0.3) {
-            // Rounds down to the position of an anchor.
+            // Rounds a position down to the position of an anchor.
             at = at / BLOCK * BLOCK;
         }
         if self.single() && self.exact && self.rng.chance(0.3) {

@@ -42,8 +42,8 @@ impl<B: Backend> Pair<B> {
         }
     }
 
-    /// Returns a cache that is attached to the first `length` positions of a prefix, and one that ran the same steps
-    /// itself.
+    /// Returns two caches: one is attached to the first `length` positions of a prefix, and the other ran the same
+    /// steps itself.
     fn attached(shape: &Shape, (prefix, done): &(Prefix, Vec<Action>), length: i32) -> Self {
         let mut pair = Self::new(shape);
         pair.caches[0].sharing().unwrap().attach(prefix, length).unwrap();

@@ -58,8 +58,8 @@ impl<'a> Block<'a> {
     }
 
     /// Finds the best start, from `least` to `most`, of a run of `cells` with the nodes after them. Returns the start
-    /// for which the largest number of cells and nodes stay where they are, and this number. Of several such starts,
-    /// returns the lowest.
+    /// at which most cells and nodes stay where they are, and the number of cells and nodes that stay. Of several
+    /// such starts, returns the lowest.
     pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
         if most < least {
             return None;

@@ -135,8 +135,8 @@ impl Tree {
         self.parents.iter().zip(ROOT..).all(|(&parent, before)| parent == before)
     }
 
-    /// Checks that each node is the child of the previous one, that the first is a child of the sequence, and that
-    /// all have been written.
+    /// Checks that the nodes are a chain from the sequence: the first node is a child of the sequence, and each
+    /// further node is a child of the node before it. Also checks that all of them have been written.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument).

@@ -12,9 +12,9 @@ use crate::store::{RecurrentWork, Store};
 use crate::watch::TARGET;
 
 impl<S: Store> Storage<S> {
-    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes those that `work` returns.
-    /// `buffers` are the plans of the rows and of the anchors. If the step already has the layer's rows, nothing is
-    /// written.
+    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes the rows and anchors that
+    /// `work` returns. `buffers` are the plans of the rows and of the anchors. If the step already has the layer's
+    /// rows, nothing is written.
     pub fn update_recurrent(
         &mut self,
         layer: usize,

@@ -186,7 +186,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// Rows in one float format that are loaded as another equal those of a conversion.
+/// Rows that are saved in one float format and loaded in another equal the rows of a conversion.
 pub fn float_formats_are_converted<B: Backend>() {
     if !B::SAVES {
         return;

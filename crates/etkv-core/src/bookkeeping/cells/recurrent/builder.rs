@@ -72,7 +72,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds consecutive tokens that belong to all of the sequences `members`. Stores the rows at positions for which
-    /// `keeps_row` returns true, and the anchors for which `keeps_anchor` does.
+    /// `keeps_row` returns true, and the anchors for which `keeps_anchor` returns true.
     pub fn add_text(
         &mut self,
         members: &[i32],

@@ -33,8 +33,8 @@ impl RecurrentWindow {
         (self.oldest_anchor(next) - self.lead).max(0)
     }
 
-    /// Returns the maximum number of rows that a step of one sequence needs: the rows before the step, which an abort
-    /// needs, and the rows of the step.
+    /// Returns the maximum number of rows that a step of one sequence needs: the rows of the step, and the rows
+    /// before the step that an abort needs.
     pub fn rows(&self, capacity: i32) -> i32 {
         (i64::from(self.anchors) * i64::from(BLOCK) + i64::from(self.lead))
             .saturating_mul(2)

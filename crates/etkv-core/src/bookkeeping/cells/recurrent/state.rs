@@ -18,7 +18,7 @@ impl Recurrent {
     /// Returns bookkeeping with the same parameters and the contents of `state` and of trees.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for cells that do not fit or that contradict each other.
+    /// [`File`](crate::Status::File) for cells that do not fit or contradict each other.
     pub fn with_state(&self, state: &RecurrentState, trees: &BTreeMap<i32, Tree>) -> Result<Self> {
         if trees.values().any(|tree| tree.rows.len() != tree.n_written()) {
             return Err(damaged("a tree lacks rows of recurrent layers"));
