@@ -17,10 +17,11 @@ use tracing::warn;
 
 use super::cuda_text::{self, InputType};
 use super::elementwise::{run_binary, run_unary};
+use super::limits::check_size;
 use crate::error::{fail, Result};
 use crate::ir::{Expression, Node};
 use crate::TARGET;
-use etkv::kernels::ElementwiseKernel;
+use etkv::kernels::{can_run, ElementwiseKernel};
 use etkv::mlx::{self, arrays, cast, check, Arrays};
 
 /// The maximum number of expressions that a process compiles, and of different input types for each. A program has a
@@ -73,11 +74,13 @@ fn by_kernel(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>
             None => Ok(None),
         };
     }
-    // An empty result, such as that of a prompt without tokens, would show nothing.
-    if kernels.len() >= MAX_TYPES || shape.contains(&0) {
+    // On a host's own stream kernels cannot run, but they may later.
+    if kernels.len() >= MAX_TYPES || !can_run()? {
         return Ok(None);
     }
     let compiled = match cuda_text::text(expression, &types) {
+        // The first launch computes at once, before the result of the instruction is checked.
+        Some(text) if check_size(&shape, text.dtype).is_err() => return Ok(None),
         Some(text) => ElementwiseKernel::new(&text.body, inputs, &shape, text.dtype)
             .unwrap_or_else(|error| {
                 warn!(target: TARGET, %error, "operations run one by one: their kernel cannot be compiled");

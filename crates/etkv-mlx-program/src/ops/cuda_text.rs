@@ -38,11 +38,12 @@ pub fn text(expression: &Expression, inputs: &[InputType]) -> Option<KernelText>
     Some(KernelText { body: generator.body, dtype })
 }
 
-/// Returns the shape of an expression's result, or `None` if its inputs do not fit together.
+/// Returns the shape of an expression's result. `None` if its inputs do not fit together, or if one of them or of the
+/// operations has no elements: a kernel would read past the end of an empty half of a concatenation.
 pub fn shape(expression: &Expression, inputs: &[&Array]) -> Option<SmallVec<[i32; 4]>> {
     let mut shapes: Vec<SmallVec<[i32; 4]>> = Vec::with_capacity(expression.nodes.len());
     for node in &expression.nodes {
-        shapes.push(match *node {
+        let shape: SmallVec<[i32; 4]> = match *node {
             Node::Input(index) => SmallVec::from_slice(inputs.get(index)?.shape()),
             Node::Unary(_, x) | Node::AsType(x, _) => shapes.get(x)?.clone(),
             Node::Binary(_, a, b) => broadcast(shapes.get(a)?, shapes.get(b)?)?,
@@ -57,7 +58,11 @@ pub fn shape(expression: &Expression, inputs: &[&Array]) -> Option<SmallVec<[i32
                 joined[last] = joined[last].checked_add(other[last])?;
                 joined
             }
-        });
+        };
+        if shape.contains(&0) {
+            return None;
+        }
+        shapes.push(shape);
     }
     shapes.pop()
 }
@@ -169,16 +174,19 @@ impl Generator<'_> {
     }
 
     fn joined(&mut self, [a, b]: [usize; 2], indices: &[String]) -> Option<(String, Dtype)> {
-        let (first, name) = (self.size(a, 1), self.variable());
-        let (last, before) = indices.split_last()?;
+        let (size, name, first) = (self.size(a, 1), self.variable(), self.variable());
+        let (last, leading) = indices.split_last()?;
         self.line(format_args!("float {name};"))?;
+        self.line(format_args!("const int {first} = {size};"))?;
         self.line(format_args!("if ({last} < {first}) {{"))?;
         let (value, one) = self.value(a, indices)?;
         self.line(format_args!("{name} = {value};"))?;
         self.line(format_args!("}} else {{"))?;
-        let mut behind = before.to_vec();
-        behind.push(format!("({last} - {first})"));
-        let (value, other) = self.value(b, &behind)?;
+        let shifted = self.variable();
+        self.line(format_args!("const int {shifted} = {last} - {first};"))?;
+        let mut indices = leading.to_vec();
+        indices.push(shifted);
+        let (value, other) = self.value(b, &indices)?;
         self.line(format_args!("{name} = {value};"))?;
         self.line(format_args!("}}"))?;
         Some((name, common(one, other)))
@@ -307,7 +315,25 @@ mod tests {
             let nodes = [Node::Input(0), Node::Input(1), Node::Concatenate([0, 1], axis)];
             assert_eq!(of(&expression(&nodes), &[2, 3], &[2, 1]), Some(vec![2, 4]));
             assert_eq!(of(&expression(&nodes), &[2, 3], &[1, 3]), None);
+            assert_eq!(of(&expression(&nodes), &[2, 3], &[2, 0]), None);
             assert_eq!(of(&expression(&nodes), &[1, 2, 3], &[1, 2, 3]).is_some(), axis == -1);
+        }
+    }
+
+    #[test]
+    fn a_concatenation_reads_the_second_half_at_shifted_indices() {
+        let nodes = [Node::Input(0), Node::Input(1), Node::Concatenate([0, 1], -1)];
+        let made = text(&expression(&nodes), &[(Dtype::Float32, 1); 2]).unwrap();
+        let expected = [
+            "const int i0 = rest % (x0_shape[0] + x1_shape[0]); rest /= (x0_shape[0] + x1_shape[0]);",
+            "const int v2 = x0_shape[0];",
+            "if (i0 < v2) {",
+            "const int v4 = i0 - v2;",
+            "(x1_shape[0] == 1 ? 0 : v4 * static_cast<long long>(x1_strides[0]))",
+            "out[element] = static_cast<float>(v1);",
+        ];
+        for line in expected {
+            assert!(made.body.contains(line), "{line} in {}", made.body);
         }
     }
 

@@ -4,19 +4,23 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
 use super::{makers, only_readers};
+use crate::dtype::is_float;
 use crate::ir::{Binary, Expression, Graph, Instruction, Node, Op, Out, Value};
 use crate::ops::cuda_text::{supports_binary, supports_unary};
 
 /// The maximum number of tensors that an expression reads, and its maximum depth.
 const MAX_INPUTS: usize = 8;
 const MAX_DEPTH: usize = 10;
+/// The number of nodes from which on an expression gets no further operations.
+const MAX_NODES: usize = 64;
 
 /// Replaces element-wise operations of the main chain by expressions. An operand is fused too if nothing else reads
-/// it.
-pub fn fuse(graph: &mut Graph) {
+/// it. `dtypes` are those that are certain; operations of integers stay.
+pub fn fuse(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     let mut instructions: Vec<Option<Instruction>> =
         std::mem::take(&mut graph.main.instructions).into_iter().map(Some).collect();
@@ -24,11 +28,12 @@ pub fn fuse(graph: &mut Graph) {
         let Some(Instruction { op, out: out @ Out::Tensor(_) }) = &instructions[index] else {
             continue;
         };
-        if operands(op).is_none() {
+        if operands(op, dtypes).is_none() {
             continue;
         }
         let mut tree = Tree {
             instructions: &instructions,
+            dtypes,
             readers: &readers,
             makers: &makers,
             nodes: Vec::new(),
@@ -48,8 +53,9 @@ pub fn fuse(graph: &mut Graph) {
 }
 
 /// Returns the tensors that an element-wise operation reads, or a concatenation of two; `None` for other operations.
-fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
-    Some(match *op {
+fn operands(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<SmallVec<[Value; 2]>> {
+    let values: SmallVec<[Value; 2]> = match *op {
+        Op::AsType { dtype, .. } if !is_float(dtype) => return None,
         Op::Unary { function, .. } if !supports_unary(function) => return None,
         Op::Binary { function, .. } if !supports_binary(function) => return None,
         Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => {
@@ -63,12 +69,15 @@ fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
             SmallVec::from_slice(tensors)
         }
         _ => return None,
-    })
+    };
+    let floats = values.iter().all(|value| dtypes.get(value).is_none_or(|&dtype| is_float(dtype)));
+    floats.then_some(values)
 }
 
 /// An expression that grows from its result towards its inputs.
 struct Tree<'a> {
     instructions: &'a [Option<Instruction>],
+    dtypes: &'a HashMap<Value, Dtype>,
     readers: &'a HashMap<Value, usize>,
     makers: &'a HashMap<Value, usize>,
     nodes: Vec<Node>,
@@ -83,7 +92,7 @@ impl Tree<'_> {
     fn add_operation(&mut self, index: usize, depth: usize) -> Option<usize> {
         let op = &self.instructions[index].as_ref()?.op;
         self.fused.push(index);
-        let nodes = operands(op)?
+        let nodes = operands(op, self.dtypes)?
             .into_iter()
             .map(|value| self.add_operand(value, depth))
             .collect::<Option<SmallVec<[usize; 2]>>>()?;
@@ -106,7 +115,8 @@ impl Tree<'_> {
     /// input.
     fn add_operand(&mut self, value: Value, depth: usize) -> Option<usize> {
         let made = self.makers.get(&value).filter(|_| self.readers.contains_key(&value));
-        if let Some(&index) = made.filter(|_| depth < MAX_DEPTH) {
+        let is_small = depth < MAX_DEPTH && self.nodes.len() < MAX_NODES;
+        if let Some(&index) = made.filter(|_| is_small) {
             let before = (self.nodes.len(), self.inputs.len(), self.fused.len());
             if let Some(node) = self.add_operation(index, depth + 1) {
                 return Some(node);
@@ -134,8 +144,6 @@ impl Tree<'_> {
 
 #[cfg(test)]
 mod tests {
-    use mlx_rs::Dtype;
-
     use super::*;
     use crate::ir::{Chain, Unary};
 
@@ -157,7 +165,8 @@ mod tests {
             n_values: 40,
             n_ints: 0,
         };
-        fuse(&mut graph);
+        let dtypes = HashMap::from([(Value(90), Dtype::Int32)]);
+        fuse(&mut graph, &dtypes);
         graph.main.instructions
     }
 
@@ -226,6 +235,14 @@ mod tests {
         assert_eq!(fused(other, &[11]).len(), 2);
         let three = Op::Concatenate { tensors: [10, 2, 3].map(Value).to_vec(), axis: -1 };
         assert_eq!(fused(vec![(unary(Unary::Neg, 1), 10), (three, 11)], &[11]).len(), 2);
+    }
+
+    #[test]
+    fn operations_of_integers_stay() {
+        let ints = vec![(binary(Binary::Add, 90, 1), 10), (unary(Unary::Neg, 10), 11)];
+        assert_eq!(fused(ints, &[11]).len(), 2);
+        let cast = vec![(as_type(1, Dtype::Int32), 10), (as_type(10, Dtype::Float32), 11)];
+        assert_eq!(fused(cast, &[11]).len(), 2);
     }
 
     #[test]

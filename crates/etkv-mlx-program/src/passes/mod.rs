@@ -123,7 +123,7 @@ pub fn join_layers(graph: &mut Graph) {
 pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
-    elementwise::fuse(graph);
+    elementwise::fuse(graph, &dtypes::with_constants(graph, constants));
     debug!(target: TARGET, before, after = graph.main.instructions.len(), "launches are fused");
 }
 

@@ -39,10 +39,11 @@ impl Program {
 
     /// Returns the program that was last loaded with this cache.
     ///
-    /// # Errors [`Kind`](etkv::Status::Kind) for a cache of another backend, and
+    /// # Errors
+    /// [`Kind`](etkv::Status::Kind) for a cache of another backend, and
     /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program uses it.
     pub fn bound_to(cache: &SharedCache) -> Result<Self> {
-        cache.program::<MlxStore>()?;
+        cache.check_store::<MlxStore>()?;
         match cache.bound_programs().into_iter().next() {
             Some(program) => Ok(Self(program)),
             None => fail!(
