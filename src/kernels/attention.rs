@@ -58,9 +58,10 @@ const MAX_SHARED: i32 = 96 << 10;
 /// The number of slices that are merged at once, as in the kernel.
 const MAX_MERGED: i32 = 16;
 
-/// The counters of one call, and the number of calls with separate counters. A row of blocks needs one counter, or 9
-/// counters if it has more slices than are merged at once. Calls with many rows of blocks have few slices. MLX's
-/// graphs have at most 100 operations, so kernels of calls that are `CALLS` apart never run at the same time.
+/// The number of counters of one call, and the number of calls with separate counters. A row of blocks needs one
+/// counter, or 9 counters if it has more slices than are merged at once. Calls with many rows of blocks have few
+/// slices. MLX's graphs have at most 100 operations, so kernels of calls that are `CALLS` apart never run at the same
+/// time.
 const COUNTERS: i32 = 600;
 const CALLS: i32 = 512;
 

@@ -242,7 +242,7 @@ impl Call {
     fn launch(&self, kernel: &Kernel, product: &Product, how: FormArrays) -> Result<Array> {
         let Product { x, weight, bias, norm, residual, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
-        // The array of the form takes the place of an absent array. The kernel does not read it there.
+        // The array of the form takes the place of an absent array. The kernel does not read it in that place.
         let [bias, norm, residual] = [bias, norm, residual].map(|array| array.unwrap_or(how.form));
         let [position, period] = how.unrotated;
         let (positions, periods) =

@@ -44,7 +44,8 @@ thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The lock of MLX, held by this thread until dropped. Dropping arrays requires it, even if MLX could not start.
+/// The lock of MLX, held by this thread until dropped. A thread must hold this lock when it drops arrays, even if MLX
+/// could not start.
 pub struct MlxLock {
     _lock: ReentrantMutexGuard<'static, ()>,
 }

@@ -329,7 +329,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         broken(&all);
     }
 
-    // Each panic is logged once, as is each cache that it poisons. A later refusal is not a defect.
+    // Each panic is logged once, and so is each cache that a panic poisons. A later refusal is not a defect.
     assert_eq!(logged("a defect was caught"), 6);
     assert_eq!(logged("etkv::core\" \"the cache is poisoned"), 5);
     assert_eq!(LOG.lock().unwrap().len(), 11);

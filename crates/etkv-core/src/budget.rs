@@ -69,7 +69,7 @@ pub struct HolderReport {
     pub name: Option<String>,
     /// The keys under which a cache is registered.
     pub keys: Vec<String>,
-    /// The bytes that it holds.
+    /// The bytes that the holder holds.
     pub held: u64,
 }
 

@@ -71,7 +71,7 @@ impl CacheConfig {
         };
         let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantized_kv_start {
-            // The floats before `quantized_kv_start` may need more memory than all that follows.
+            // The rows in float before `quantized_kv_start` may need more memory than all rows need later.
             Some(_) => whole.max(at(self.max_floats(), [self.float_format; 2])),
             None => whole,
         }

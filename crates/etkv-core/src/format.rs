@@ -31,10 +31,11 @@ pub enum KvFormat {
     Mxfp4,
     /// NVIDIA's block float: E2M1 elements, with an E4M3 scale for every 16.
     Nvfp4,
-    /// Symmetric integers from -8 to 7 with one float16 scale for each row, its largest magnitude divided by 7.
+    /// Symmetric integers from -8 to 7 with one float16 scale for each row. The scale is the row's largest magnitude
+    /// divided by 7.
     RowInt4,
-    /// E2M1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one float16 scale for each row, its
-    /// largest magnitude divided by 6.
+    /// E2M1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one float16 scale for each row. The scale
+    /// is the row's largest magnitude divided by 6.
     RowFp4,
 }
 

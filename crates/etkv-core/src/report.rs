@@ -54,9 +54,9 @@ pub struct FormatsReport {
 pub struct SequenceReport {
     /// The number of the sequence.
     pub sequence: i32,
-    /// The number of its positions.
+    /// The number of positions of the sequence.
     pub length: i32,
-    /// The position of its next token.
+    /// The position of the sequence's next token.
     pub next: i32,
     /// The least length, other than 0, to which the sequence can be rewound without a checkpoint. It can also be
     /// rewound to every greater length.
@@ -64,7 +64,7 @@ pub struct SequenceReport {
     /// Lower lengths, other than 0, to which the sequence can also be rewound; absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<i32>,
-    /// The number of nodes of the tree after it.
+    /// The number of nodes of the tree after the sequence.
     pub tree: usize,
 }
 

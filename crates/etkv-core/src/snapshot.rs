@@ -125,11 +125,11 @@ pub struct RecurrentState {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointState {
-    /// The number under which it owns cells.
+    /// The number under which the checkpoint owns cells.
     pub owner: i32,
     /// Its position.
     pub position: i32,
-    /// The sequences that can be rewound to it.
+    /// The sequences that can be rewound to the checkpoint.
     pub sequences: Vec<i32>,
 }
 

@@ -245,12 +245,12 @@ pub struct Extent {
     pub format: KvFormat,
     /// The number of allocated slots.
     pub slots: i32,
-    /// The number of first slots whose rows are in memory that other stores may also read.
+    /// The number of first slots whose rows other stores may also read in place.
     pub shared: i32,
 }
 
 impl Extent {
-    /// Returns the number of slots whose rows are in memory of this store alone.
+    /// Returns the number of slots whose rows only this store reads.
     pub fn own(&self) -> i32 {
         (self.slots - self.shared).max(0)
     }

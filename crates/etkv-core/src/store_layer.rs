@@ -1,4 +1,4 @@
-//! The buffers of a store: their layouts, and what determines the number of their slots.
+//! The buffers of a store: their layouts, and the properties that determine their numbers of slots.
 
 use crate::config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 use crate::format::KvFormat;

@@ -42,8 +42,8 @@ struct CudaBuffer {
 constexpr size_t kBlock = size_t{1} << 16;
 constexpr size_t kBlocks = 64;
 
-/// The CUDA driver, which is already loaded if MLX runs on a GPU, and a non-blocking stream of device 0. Its header
-/// is not needed to build.
+/// The CUDA driver, and a non-blocking stream of device 0. If MLX runs on a GPU, the driver is already loaded. The
+/// build does not need the driver's header.
 class Driver {
  public:
   /// Returns the driver, or null if there is none.

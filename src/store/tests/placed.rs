@@ -76,7 +76,7 @@ fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
     mlx::run(|| Ok(buffers.map(of_buffer).collect::<Result<Vec<_>>>()?.concat())).unwrap()
 }
 
-/// Checks that the first `length` rows are still `before`, and that MLX's steps after them work.
+/// Checks that the first `length` rows are still `before`, and that later steps through MLX work.
 fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) {
     run(cache, &[length], 77);
     assert_eq!(cache.length(), length + 1);

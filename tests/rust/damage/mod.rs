@@ -26,7 +26,7 @@ pub const TENSOR: usize = 64 << 20;
 const PROCESSOR: f64 = 10.0;
 const CLOCK: Duration = Duration::from_secs(100);
 
-/// The maximum number of programs of one worker, which limits the influence of earlier programs.
+/// The maximum number of programs that one worker runs. It limits the influence of earlier programs.
 const PROGRAMS: u64 = 2_000;
 
 pub fn main() {

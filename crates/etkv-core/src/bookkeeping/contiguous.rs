@@ -24,7 +24,7 @@ pub struct ContiguousBookkeeping {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LayerGroup {
     window: Option<Window>,
-    /// The number of dropped positions, which follow the sinks.
+    /// The number of dropped positions. They directly follow the sinks.
     dropped: i32,
 }
 

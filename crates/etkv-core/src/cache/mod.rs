@@ -541,11 +541,12 @@ pub trait AttendCache: Cache {
     /// The device may still compute them. [`check_unread`](Self::check_unread) reads the values, and undoes the step
     /// if they are not finite.
     ///
-    /// Until then queries count the step. The caller that committed the step may begin one further step, if it sets
-    /// that step aside before it releases the cache. The commit of the further step, and every other call that
-    /// changes the cache, reads the values first. If they are not finite, the call undoes the unread step, changes
-    /// nothing else and returns the error of `check_unread`. There are two exceptions: [`clear`](Cache::clear) clears
-    /// the cache whatever the values are, and a call that declares a step does not read the values.
+    /// Until then, queries include the positions of the step. The caller that committed the step may begin one
+    /// further step, if it sets that step aside before it releases the cache. The commit of the further step, and
+    /// every other call that changes the cache, reads the values first. If they are not finite, the call undoes the
+    /// unread step, changes nothing else and returns the error of `check_unread`. There are two exceptions:
+    /// [`clear`](Cache::clear) clears the cache whatever the values are, and a call that declares a step does not
+    /// read the values.
     ///
     /// # Errors
     /// Errors of [`commit`](Self::commit).

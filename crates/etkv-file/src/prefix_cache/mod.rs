@@ -79,7 +79,7 @@ struct Inner {
     asked: Mutex<ReadQueue>,
 }
 
-/// Pins a prefix, which stays in memory until this is dropped.
+/// Pins a prefix: the prefix stays in memory until the pin is dropped.
 #[derive(Debug)]
 #[must_use = "the prefix is pinned for as long as this lives"]
 pub struct Pin {

@@ -29,8 +29,8 @@ use crate::checksum;
 use crate::header::refused;
 use crate::io::{ReadSeek, WriteFile};
 
-/// The suffix of empty objects that record uses. The time of an object's last change cannot be set, so each use of a
-/// file writes a second, empty object again.
+/// The suffix of the empty objects that record when files were used. The time of an object's last change cannot be
+/// set, so each use of a file writes a second, empty object again.
 const USED: &str = ".used";
 
 /// The minimum time between two records of a use, because each record is a request.

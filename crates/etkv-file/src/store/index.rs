@@ -172,7 +172,7 @@ impl Index {
             .map(|(n_tokens, entry)| Match { name: entry.what.clone(), n_tokens })
     }
 
-    /// Returns the maximum number of first tokens that a text here shares with another text.
+    /// Returns the maximum number of first tokens that any text of the index shares with `tokens`.
     pub fn common(&self, group: &str, tokens: &[i64], capacity: usize) -> usize {
         self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
     }

@@ -63,8 +63,8 @@ impl PrefixStore {
     /// endpoint come from the environment, as read by `from_env` of the crate `object_store`. "Folder" then means the
     /// objects whose names begin with the prefix and a slash.
     ///
-    /// Files have at most `max_bytes` bytes in all: [`save`](Self::save) removes the least recently used files. While
-    /// a new file is written it needs additional space.
+    /// Files have at most `max_bytes` bytes in all: [`save`](Self::save) removes the least recently used files. A new
+    /// file needs additional space while it is written.
     ///
     /// # Errors
     /// [`File`](Status::File) if the folder cannot be created or read. [`Unsupported`](Status::Unsupported) for an

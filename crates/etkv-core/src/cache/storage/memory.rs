@@ -112,8 +112,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Reserves the memory for [`apply`](Self::apply) of a compaction, which may move sequences to slots that were
-    /// never used. Moves at the end of a step need no memory, because they go to the first slots.
+    /// Reserves the memory that [`apply`](Self::apply) needs for a compaction. The compaction may move sequences to
+    /// slots that were never used. Moves at the end of a step need no memory, because they go to the first slots.
     pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
         let reserved = self.reserve(|storage, group| {
             let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());

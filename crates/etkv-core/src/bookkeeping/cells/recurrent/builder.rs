@@ -245,7 +245,7 @@ impl<'a> Builder<'a> {
         AnchorSource::Fold(self.kept.len() - 1)
     }
 
-    /// Adds an anchor to each of these sequences that does not have it yet.
+    /// Adds an anchor to those of the sequences that do not have it yet.
     fn give(&mut self, members: &[i32], position: i32, anchor: AnchorSource) {
         for &member in members {
             if self.anchor_of(member, position).is_some() {
