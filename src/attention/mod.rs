@@ -165,7 +165,7 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     if q.ndim() != 4 || heads <= 0 || q.dim(1) % heads != 0 || spec.v.n_kv_heads() != heads {
         fail!(
             Shape,
-            "queries of shape {:?} do not fit keys of {heads} and values of {} heads",
+            "cannot attend with queries of shape {:?} to keys of {heads} and values of {} heads",
             q.shape(),
             spec.v.n_kv_heads()
         );

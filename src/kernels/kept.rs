@@ -64,7 +64,7 @@ fn compiler() -> Option<&'static Compiler> {
     let open = || match Compiler::open(mlx::compiled_folder().as_deref()) {
         Ok(compiler) => Some(compiler),
         Err(error) => {
-            warn!(target: TARGET, %error, "kernels cannot be cached");
+            warn!(target: TARGET, %error, "cannot cache kernels");
             None
         }
     };

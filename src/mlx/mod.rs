@@ -145,7 +145,7 @@ impl Mlx {
     pub fn publish_kernels(&self) {
         if let Some(kernels) = &self.runtime.kernels {
             if let Err(error) = kernels.publish() {
-                tracing::warn!(%error, "kernels cannot be cached for later processes");
+                tracing::warn!(%error, "cannot cache kernels for later processes");
             }
         }
     }

@@ -25,7 +25,7 @@ impl Group {
         self.parents.iter().enumerate().all(|(at, &parent)| parent == at.checked_sub(1))
     }
 
-    /// Returns for each token which tokens it sees: its ancestors and itself.
+    /// Returns, for each token, whether it sees each other token: a token sees its ancestors and itself.
     pub fn seen(&self) -> Vec<Vec<bool>> {
         let mut seen: Vec<Vec<bool>> = Vec::new();
         for (at, &parent) in self.parents.iter().enumerate() {

@@ -22,7 +22,7 @@ impl Float {
     pub fn new(format: KvFormat, head_dim: i32) -> Result<Self> {
         match float_dtype(format) {
             Some(dtype) => Ok(Self { format, dtype, head_dim }),
-            None => fail!(Internal, "{format} is not a float format"),
+            None => fail!(Internal, "expected a float format, got {format}"),
         }
     }
 }
@@ -57,7 +57,7 @@ impl Codec for Float {
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
         match parts {
             [rows] => cast(rows, dtype),
-            _ => fail!(Internal, "{} planes of float rows", parts.len()),
+            _ => fail!(Internal, "expected 1 plane of float rows, got {}", parts.len()),
         }
     }
 

@@ -118,7 +118,7 @@ impl MlxStore {
         Ok(())
     }
 
-    /// Returns a new pool for each pool whose format changes, in order, and `None` for the others. The other pools
+    /// For each pool in order, returns a new pool if its format changes, or `None`. The other pools
     /// keep their rows, and grow to the requested slots.
     fn cleared(
         &mut self,

@@ -264,7 +264,7 @@ impl Pool for CodecPool {
         if rows.format != self.format() || rows.len() != slots.len() {
             fail!(
                 Internal,
-                "{} rows of {} do not fit {} slots of {}",
+                "cannot write {} rows of {} to {} slots of {}",
                 rows.len(),
                 rows.format,
                 slots.len(),
@@ -276,7 +276,7 @@ impl Pool for CodecPool {
 
     fn restore(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()> {
         if rows.format != self.format() {
-            fail!(Internal, "rows of {} do not fit slots of {}", rows.format, self.format());
+            fail!(Internal, "cannot write rows of {} to slots of {}", rows.format, self.format());
         }
         self.planes.write_unfrozen(slots, &rows.parts)
     }

@@ -171,7 +171,7 @@ impl Planes {
         if slots.end() > self.slots() || parts.len() != self.layout.len() {
             fail!(
                 Internal,
-                "{} planes of rows for slots up to {}; the pool has {} and {}",
+                "cannot write {} planes of rows to slots up to {}: the pool has {} planes and {} slots",
                 parts.len(),
                 slots.end(),
                 self.layout.len(),

@@ -24,8 +24,8 @@ pub(super) enum Element {
 /// Rows of 4-bit codes and a scale. A word of 32 bits has eight codes, the first in the lowest bits.
 ///
 /// The error of an element is at most half a step. For integers, a step is the scale. For E2M1, a step grows with the
-/// magnitude: it is half the scale, the scale or twice the scale. Codes are computed with the scale as it is rounded
-/// to float16, at most 65504. Values above 7 times that scale (6 times for E2M1) are stored as the nearest value.
+/// magnitude: it is half the scale, the scale or twice the scale. Codes are computed with the rounded scale, a
+/// float16 of at most 65504. Values above 7 times that scale (6 times for E2M1) are stored as the nearest value.
 pub(super) struct Row {
     element: Element,
     head_dim: i32,

@@ -177,7 +177,7 @@ pub trait Store: Sized + Send + 'static {
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
     /// Removes all rows. The store is then like a new one from [`new`](Self::new), with at least `slots[layer]`
-    /// slots. Buffers that already have their formats stay, with their contents.
+    /// slots. Buffers that already have the right formats stay, with their contents.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); rows and formats are unchanged, but some layers may have more slots.

@@ -1,4 +1,4 @@
-// Transfers of small arrays between the memory of the host and that of an NVIDIA GPU.
+// Transfers of small arrays between the memory of the host and the memory of an NVIDIA GPU.
 //
 // MLX keeps arrays of the host in managed memory. When a kernel first reads such an array, its pages move to the GPU.
 // On an H200 this takes 80 to 280 us for each array in every step, even for a few positions or a mask. Pinned memory

@@ -83,7 +83,7 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
     const EPS: f32 = 1e-5;
     let halves = if around.gate.is_some() { 2 } else { 1 };
     let x = lie.make(rows, inner, dtype);
-    // Products of about 1: no activation is saturated there.
+    // Products are about 1, where no activation is saturated.
     let small = Array::from_f32(1.0 / (inner as f32).sqrt()).as_dtype(dtype).unwrap();
     let w = array(2, &[halves * outputs, inner], dtype).multiply(small).unwrap();
     let transposed = rows % 2 == 0;

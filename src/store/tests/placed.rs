@@ -99,7 +99,7 @@ fn is_on_cpu() -> bool {
     !mlx::on_gpu().unwrap()
 }
 
-/// The step begins after the rewind. Rewound rows are gone, and rows before them stay.
+/// The step begins after the rewind. The rows that were rewound are gone, and the rows before them stay.
 #[test]
 fn a_step_after_a_rewind_keeps_earlier_rows() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {

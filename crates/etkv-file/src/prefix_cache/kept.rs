@@ -49,8 +49,8 @@ pub struct KeptPrefixes {
 }
 
 impl KeptPrefixes {
-    /// Returns the prefixes that share the most first tokens with a text: the number of shared tokens, the prefix's
-    /// number, and a handle.
+    /// Returns the prefixes that share the most first tokens with a text. For each prefix, returns the number of
+    /// shared tokens, the prefix's number, and a handle.
     pub fn matches(
         &self,
         group: &str,

@@ -412,7 +412,7 @@ impl Reclaim for Inner {
     }
 }
 
-/// Returns the group of a cache's texts. All kinds of a backend share their contents.
+/// Returns the group of a cache's texts. Caches of all kinds of a backend can share their contents.
 fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
     check_fingerprint(fingerprint)?;
     let backend = match cache.sharing() {

@@ -14,7 +14,7 @@ pub const ROOM: i32 = 64;
 
 /// The number of cells that stay free before a new run of a sequence. A sequence, such as a fork, begins a new run if
 /// it cannot continue after its last cell. Otherwise the cells of sequences that decode together would alternate, and
-/// each sequence would read the rows of all. The free cells cost memory for each fork.
+/// each sequence would read the rows of all sequences. The free cells cost memory for each fork.
 const ROOM_TO_GO_ON: i32 = 16;
 
 /// The cells of the layers that share a policy.

@@ -120,7 +120,7 @@ fn windowed() -> CacheConfig {
     config
 }
 
-/// Checks that both have the same bits, or almost the same values.
+/// Checks that both results have the same bits, or almost the same values.
 fn check_alike(found: &[u32], expected: &[u32], same_bits: bool) {
     let near = |(&a, &b): (&u32, &u32)| {
         a == b || !same_bits && (f32::from_bits(a) - f32::from_bits(b)).abs() < 1e-4
