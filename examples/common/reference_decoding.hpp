@@ -32,8 +32,9 @@ namespace etkv::examples {
 /// checked. An empty list of answers is an error. After Ctrl-C the comparison
 /// stops without a message.
 ///
-/// @param change changes the config of the cache, for example to set a window.
-/// The length of answers that end at capacity is then not checked
+/// @param change  changes the config of the cache, for example to set a window.
+///                The length of answers that end at capacity is then not
+///                checked
 Result<void> check_answers(
     Model& model,
     const std::vector<Decoding>& answers,

@@ -34,8 +34,8 @@ inline constexpr char kCPUBackend[] = "cpu";
 /// The backend id in CPU programs for the calls that etkv executes.
 inline constexpr char kCPUDelegate[] = "EtkvForCPU";
 
-/// The id that etkv's delegate always has. It is as long as kMLXBackend, which
-/// it replaces in a program.
+/// The id that etkv's delegate always has. This id has the length of
+/// kMLXBackend, and replaces it in a program.
 inline constexpr char kEtkvBackend[] = "EtkvForMLX";
 
 static_assert(sizeof(kEtkvBackend) == sizeof(kMLXBackend));

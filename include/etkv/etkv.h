@@ -81,8 +81,8 @@
  *   etkv_seq_cache_begin_step() and its step. The declaration of begin_step
  *   belongs to the cache, not to the thread. Without a lock, a step may run
  *   under the declaration of another thread. If both sequences are at the same
- *   position, its rows are then written to the wrong sequence, without an
- *   error.
+ *   position, the step's rows are then written to the wrong sequence, without
+ *   an error.
  *
  *   A process that is forked from one with live handles has none of etkv's
  *   threads, and locks that other threads held stay locked. In such a process

@@ -23,13 +23,14 @@ extern "C" {
  * Arrays are pointers to `mlx::core::array`, and a stream is a pointer to
  * `mlx::core::Stream`. Both must be of the MLX that the library is linked to
  * (etkv_mlx_version()). Arrays that are passed in are shared, not copied.
- * Results are assigned to arrays that the caller owns, of any earlier shape.
+ * Results are assigned to arrays that the caller owns. Before the call these
+ * may have any shape.
  *
  * A forward begins with the call of its first layer. It commits once every
  * layer of the cache has been called exactly once, in any order, with the same
- * positions. A second call of a layer, or one with other positions, rolls back
- * the unfinished forward and begins a new one. A call that is refused or fails
- * rolls back the forward too.
+ * positions. A second call of a layer, or a call with other positions, rolls
+ * back the unfinished forward and begins a new one. A call that is refused or
+ * fails rolls back the forward too.
  *
  * If several layers of a model share keys and values, the host calls the layer
  * once, and attends to its result as often as needed. The host evaluates the

@@ -108,9 +108,9 @@ typedef struct etkv_prefix_store etkv_prefix_store;
  *                   AWS_REGION and AWS_ENDPOINT. "The folder" then means the
  *                   bucket's objects whose names begin with the prefix and a
  *                   slash.
- * @param max_bytes  the maximum bytes of its files. etkv_prefix_store_save()
- *                   removes the least recently used files. A file that is being
- *                   written does not count yet.
+ * @param max_bytes  the maximum bytes of the store's files.
+ *                   etkv_prefix_store_save() removes the least recently used
+ *                   files. A file that is being written does not count yet.
  *
  * ETKV_ERROR_FILE where the folder cannot be made or read.
  * ETKV_ERROR_UNSUPPORTED for an address in a library without buckets.
@@ -310,9 +310,9 @@ ETKV_API etkv_status etkv_prefix_cache_find(
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
- * @param kept receives whether memory now has the text. False if the rows
- * exceed `max_bytes`, or if etkv_cache_convert() changed the cache. NULL if it
- * is not wanted.
+ * @param kept     receives whether memory now has the text. False if the rows
+ *                 exceed `max_bytes`, or if etkv_cache_convert() changed the
+ *                 cache. NULL if it is not wanted.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint or tokens, and if the cache
  * does not hold the positions of all tokens; and the errors of

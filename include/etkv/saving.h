@@ -64,8 +64,8 @@ ETKV_API etkv_status etkv_cache_save(
  * are refused.
  *
  * @param path         the file.
- * @param fingerprint the one passed to etkv_cache_save(). NULL is the same as
- * "".
+ * @param fingerprint  the one passed to etkv_cache_save(). NULL is the same as
+ *                     "".
  * @param tokens       receives the token ids of the file, which the caller
  *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.
@@ -85,9 +85,9 @@ ETKV_API etkv_status etkv_cache_load(
     etkv_error** error);
 
 /**
- * Writes one sequence to a file, as etkv_cache_save() does. The file is that of
- * a cache which holds this sequence alone, as sequence 0: etkv_cache_load()
- * reads it too.
+ * Writes one sequence to a file, as etkv_cache_save() does. The file equals
+ * that of a cache that holds only this sequence, as sequence 0. So
+ * etkv_cache_load() reads it too.
  *
  * @param sequence  from 0 to 255. It holds positions, and carries no
  *                  candidates.
@@ -116,7 +116,7 @@ ETKV_API etkv_status etkv_seq_cache_save(
  *
  * @param sequence     from 0 to 255. It holds nothing.
  * @param path         the file.
- * @param fingerprint the fingerprint in the file. NULL is the same as "".
+ * @param fingerprint  the fingerprint in the file. NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
  *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.

@@ -77,7 +77,7 @@ typedef void (*etkv_log_callback)(
  *                  `info`, `debug`, `trace`, `off`), or targets with a level
  *                  each, as in `warn,etkv::core=debug`. NULL for `info`.
  *                  Copied.
- * @param callback  NULL removes the callback. Without one, nothing is
+ * @param callback  NULL removes the callback. Without a callback, nothing is
  *                  formatted.
  * @param user      passed to the callback; the host owns it.
  *
@@ -130,9 +130,8 @@ ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
 /**
  * Stores a report of a cache: kind, length, sequences, formats, bytes and slots
  * by layer, config, whether a step is open, and why the cache is poisoned if it
- * is. Waits for a step that a program is in the middle of. Returns
- * ETKV_ERROR_INTERNAL for a cache in which a defect happened, as every call
- * does.
+ * is. Waits for a running step of a program. Returns ETKV_ERROR_INTERNAL for a
+ * cache in which a defect happened, as every call does.
  *
  * @param json  receives a JSON object, which the caller frees with
  *              etkv_string_free().
