@@ -167,7 +167,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
         if config.quantized_kv_start < 0 {
             fail!(
                 InvalidArgument,
-                "quantized_kv_start is {}, the minimum is 0, for no quantization",
+                "quantized_kv_start is {}, the minimum is 0, for quantization from the start",
                 config.quantized_kv_start
             );
         }
