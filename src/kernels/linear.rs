@@ -32,7 +32,7 @@ const THREADS: i32 = 256;
 /// several.
 const MAX_BLOCKS: i32 = 264;
 
-/// The number of elements that a thread reads at a time.
+/// The number of elements that a thread reads at once.
 const PIECE: i32 = 8;
 
 /// Rows are normalized in shared memory, if they fit. `PAD` is the number of elements between two rows and

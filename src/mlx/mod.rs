@@ -4,7 +4,7 @@
 //! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that created them. But a host may
 //! load on one thread, execute on a second and destroy on a third. So all work here runs on streams that belong to no
 //! thread, under one lock. There is one shared stream, and on the CPU one stream for each program. MLX waits when an
-//! array of one stream is used on another. [`Mlx`] is the lock: one thread at a time holds it.
+//! array of one stream is used on another. [`Mlx`] is the lock. Only one thread holds it at once.
 //!
 //! The locks cannot deadlock: a thread that holds MLX waits only for the device. [`give_way`] releases MLX while a
 //! thread waits for a cache.

@@ -85,7 +85,7 @@ pub fn start() -> Result<Runtime> {
     let stream = unowned_stream(&device)?;
     // This call makes the linker keep etkv's BLAS library. MLX then finds the library's matrix products before those
     // of its wheel. OpenBLAS itself is loaded by the first product: its threads would occupy the cores of a program
-    // that only asks for MLX's memory.
+    // that only queries MLX's memory.
     #[cfg(target_os = "linux")]
     // SAFETY: the function does nothing.
     unsafe {

@@ -153,7 +153,7 @@ impl MlxStore {
         let pools = layers.iter().flat_map(|&layer| &self.pools[layer]);
         let rows = pools.map(|pool| pool.copy(from)).collect::<error::Result<Vec<_>>>()?;
         eval(rows.iter().flat_map(StoredRows::arrays))?;
-        // MLX holds the buffers that it has read until it is synchronized, and a write would copy them.
+        // Until MLX is synchronized, it holds the buffers that it has read, and a write would copy them.
         mlx::synchronize()?;
         let mut rows = rows.iter();
         for &layer in layers {

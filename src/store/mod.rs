@@ -77,7 +77,7 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, start: i32, stop: i32) -> Result<KvView>;
 
-    /// Returns bitwise copies of these slots, of which there must be at least one. Evaluate them before the next
+    /// Returns bitwise copies of these slots. There must be at least one slot. Evaluate them before the next
     /// write.
     ///
     /// # Errors
@@ -183,12 +183,12 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
     })
 }
 
-/// The number of slots that are converted at a time.
+/// The number of slots that are converted together.
 const CONVERTED_SLOTS: i32 = 1024;
 
 /// Converts a pool's rows to another format. Slots at or after `used` become zero.
 ///
-/// Unpacks 1024 slots at a time. The old and the new pool are both in memory until the last rows are evaluated.
+/// Unpacks blocks of 1024 slots. The old and the new pool are both in memory until the last rows are evaluated.
 ///
 /// # Errors
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the rows do not fit the format.

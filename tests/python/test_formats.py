@@ -186,5 +186,5 @@ def test_names():
     for name in ("", "affine", "affine7", "affine4g16", "f64", "affine4g", "affine4g64 "):
         with pytest.raises(StatusError, match=f"unknown storage format `{name}`"):
             format_of(name)
-    with pytest.raises(StatusError, match="nvfp4 takes a head_dim that is a multiple of 16, got head_dim 40"):
+    with pytest.raises(StatusError, match="nvfp4 needs a head_dim that is a multiple of 16, got head_dim 40"):
         format_of("nvfp4").check(40)

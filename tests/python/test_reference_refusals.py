@@ -75,7 +75,7 @@ def assert_refused(cache, call, status, words):
         ({"k_format": "f64"}, "k_format: unknown storage format `f64`"),
         (
             {"k_format": "affine4"},
-            "layer 0: keys: affine4g32 takes a head_dim that is a multiple of 32, got head_dim 8",
+            "layer 0: keys: affine4g32 needs a head_dim that is a multiple of 32, got head_dim 8",
         ),
         ({"v_format": "affine7g32"}, "v_format: unknown storage format `affine7g32`"),
         ({"quantized_kv_start": 3, "float_format": "mxfp8"}, "expected float_format f32, f16 or bf16, got mxfp8"),

@@ -68,7 +68,7 @@ fn many_texts_take_few_files() {
     assert_eq!(prefixes.report().prefixes, 0);
 }
 
-/// Returns how many tokens of a text can be read from a kept text if no layer has a window.
+/// Returns the number of a text's tokens that can be read from a text in the prefix cache if no layer has a window.
 fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     let n = shared(kept, text);
     let converted = shape.format == 2 && kept.len() >= CONVERTED_AT;

@@ -63,13 +63,13 @@ pub struct BudgetReport {
 pub struct HolderReport {
     /// The number of the holder, unique in the process.
     pub id: u64,
-    /// The kind of the cache, or `prefix` for a prefix that is kept.
+    /// The kind of the cache, or `prefix` for a prefix.
     pub kind: String,
     /// The name that the owner has set, if any.
     pub name: Option<String>,
     /// The keys under which a cache is registered.
     pub keys: Vec<String>,
-    /// The bytes that the holder holds.
+    /// The number of bytes that it holds.
     pub held: u64,
 }
 
@@ -282,7 +282,7 @@ impl Refusal {
         let Self { limit, held, .. } = self;
         let message = match limit {
             _ if bytes == u64::MAX => String::from("the buffers would have 2^64 bytes or more"),
-            None => format!("{held} bytes are held; {bytes} more would make 2^64 bytes or more"),
+            None => format!("cannot reserve {bytes} bytes more: {held} bytes are held, and the sum is 2^64 bytes or more"),
             Some(limit) => format!(
                 "the memory budget is {limit} bytes, {held} are held, and this call needs {bytes} more; \
                  free a cache, clear one with `release` set (otherwise it keeps its buffers), or raise \

@@ -102,7 +102,7 @@ pub struct CacheConfig {
     /// The number of anchors that a sequence keeps in recurrences, at least 1. With n anchors, a sequence can be
     /// rewound by at least n - 1 blocks. Each anchor takes the memory of all states.
     pub anchors: i32,
-    /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the memory of all states.
+    /// The maximum number of checkpoints of the cache, from 0 to 256. Each checkpoint takes the memory of all states.
     pub checkpoints: i32,
     /// The maximum number of positions of the cache.
     pub capacity: i32,
@@ -485,7 +485,7 @@ mod tests {
         );
         assert_eq!(
             message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),
-            "layer 0: keys: affine4g128 takes a head_dim that is a multiple of 128, got head_dim 64"
+            "layer 0: keys: affine4g128 needs a head_dim that is a multiple of 128, got head_dim 64"
         );
         assert_eq!(
             message(|c| {

@@ -219,7 +219,7 @@ impl KvFormat {
         if usize::try_from(head_dim).map_or(true, |dim| dim % granule != 0) {
             fail!(
                 InvalidArgument,
-                "{self} takes a head_dim that is a multiple of {granule}, got head_dim {head_dim}"
+                "{self} needs a head_dim that is a multiple of {granule}, got head_dim {head_dim}"
             );
         }
         Ok(())
@@ -303,7 +303,7 @@ mod tests {
         assert!(affine.check(128).is_ok());
         assert_eq!(
             affine.check(96).unwrap_err().message(),
-            "affine4g64 takes a head_dim that is a multiple of 64, got head_dim 96"
+            "affine4g64 needs a head_dim that is a multiple of 64, got head_dim 96"
         );
         assert!(KvFormat::RowInt4.check(80).is_ok());
         assert!(KvFormat::Affine { bits: 7, group: 64 }.check(64).is_err());

@@ -27,7 +27,7 @@ pub struct MemoryBudgetReport {
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,
-    /// The holders, in order of creation: caches, and prefixes that are kept.
+    /// The holders, in order of creation: caches, and prefixes.
     pub holders: Vec<HolderReport>,
 }
 

@@ -209,10 +209,10 @@ impl PlaneRows {
     }
 }
 
-/// Receives the bytes of a plane, whole slots at a time.
+/// Receives the bytes of a plane. Each call passes whole slots.
 pub type TakeRows<'a> = dyn FnMut(&PlaneRows, &[u8]) -> Result<()> + 'a;
 
-/// Provides the bytes of a plane, whole slots at a time.
+/// Provides the bytes of a plane. Each call requests whole slots.
 pub type GiveRows<'a> = dyn FnMut(&PlaneRows, &mut [u8]) -> Result<()> + 'a;
 
 /// The face of a cache whose contents can be saved to a file and loaded. The face of

@@ -68,7 +68,7 @@ impl OpenFile {
         let header = Header::of_json(&bytes[8..])?;
         let expected = (bytes.len() as u64).saturating_add(header.data_bytes());
         if file.len != expected {
-            fail!(File, "the file has {} bytes, its header says {expected}", file.len);
+            fail!(File, "the file has {} bytes, but its header says {expected}", file.len);
         }
         if header.n_tokens > max_token_ids {
             fail!(

@@ -54,7 +54,7 @@ class Format:
 
     def check(self, head_dim: int, place: str = "") -> None:
         if head_dim % self.granule:
-            takes = f"{self.name} takes a head_dim that is a multiple of {self.granule}"
+            takes = f"{self.name} needs a head_dim that is a multiple of {self.granule}"
             raise invalid(f"{place}{takes}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:

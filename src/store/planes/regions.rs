@@ -15,8 +15,9 @@ use etkv_core::bookkeeping::Slots;
 /// The planes of a piece. The arrays are computed and never written.
 struct FrozenParts(Parts);
 
-// SAFETY: the arrays are computed before they are shared, and never written. Only a thread that holds MLX copies,
-// reads and drops their handles. Only such threads use pools, and the owner of a `Frozen` drops it on such a thread.
+// SAFETY: the arrays are computed before they are shared, and never written. Only a thread with the lock of MLX
+// copies, reads and drops their handles. Only such threads use pools, and the owner of a `Frozen` drops it on such a
+// thread.
 unsafe impl Send for FrozenParts {}
 // SAFETY: as above.
 unsafe impl Sync for FrozenParts {}
@@ -141,7 +142,7 @@ impl Planes {
         let mut own = Parts::new();
         for plane in 0..self.layout.len() {
             own.push(copied(&self.views(plane, start, stop)?)?);
-            // Evaluates one plane at a time, which limits the memory for temporary copies.
+            // Evaluates one plane after the other, to limit the memory for temporary copies.
             eval(&own[plane..])?;
         }
         self.trim(start);

@@ -1,5 +1,5 @@
-//! A convolution and a recurrence from first principles, in float32 and in a fixed order: over a whole text, and by
-//! the plan of a step. If the plan is right, both give the same bits.
+//! A convolution and a recurrence from first principles, in float32 and in a fixed order. They are computed over a
+//! whole text, and by the plan of a step. If the plan is right, both give the same bits.
 
 use etkv_core::bookkeeping::{AnchorSource, RecurrentPlan, RowSource, BLOCK};
 use etkv_core::{RecurrentLayer, RecurrentRows, RecurrentSpec, Result};

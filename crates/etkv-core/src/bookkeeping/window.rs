@@ -59,7 +59,7 @@ impl Window {
         self.slots < self.capacity
     }
 
-    /// Returns whether a sequence that takes `used` slots must free some before the next step.
+    /// Returns whether a sequence that takes `used` slots must free some slots before the next step.
     pub fn is_full(&self, used: i32) -> bool {
         self.slides() && used > self.slots - self.max_step_tokens
     }
@@ -107,7 +107,7 @@ impl Window {
         }
     }
 
-    /// Returns the number of positions that are guaranteed to be kept of a sequence of `length` positions.
+    /// Returns the number of positions of a sequence of `length` positions that the layer is guaranteed to keep.
     pub fn held(&self, length: i32) -> i32 {
         let dropped = if self.slides() { self.first_needed(length) - self.sinks } else { 0 };
         length - dropped.max(0)

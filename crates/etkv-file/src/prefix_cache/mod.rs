@@ -285,7 +285,7 @@ impl PrefixCache {
 
     /// Drops all prefixes that are not pinned. The files of the store stay.
     pub fn clear(&self) {
-        // Dropped without the lock, because it takes long and other calls need the lock.
+        // The prefixes are dropped without the lock, because the drop takes long and other calls need the lock.
         let gone = self.inner.kept.lock().clear();
         drop(gone);
     }

@@ -42,8 +42,8 @@ impl<S: Store> OneSequence<'_, S> {
         if held > 0 || candidates > 0 {
             fail!(
                 InvalidArgument,
-                "sequence {sequence} holds {held} positions and {candidates} candidates; remove it first, or \
-                 load into another"
+                "sequence {sequence} holds {held} positions and {candidates} candidates; \
+                 remove it first, or load into another sequence"
             );
         }
         Ok(())

@@ -29,7 +29,8 @@ impl<S: Store> CellsCache<S> {
         if length != next {
             fail!(
                 InvalidArgument,
-                "sequence 0 holds {length} positions up to {next}: some were removed"
+                "cannot share sequence 0: some of its positions were removed, and it holds \
+                 {length} positions up to {next}"
             );
         }
         Ok(length)

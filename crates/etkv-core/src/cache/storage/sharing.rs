@@ -18,7 +18,7 @@ use super::{Contents, Storage};
 const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
-    /// Freezes the slots of each layer group up to the last one of `held`. From now on the store reads these rows
+    /// Freezes, in each layer group, the slots up to the last slot of `held`. From now on the store reads these rows
     /// from the prefix.
     pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
         self.check()?;
