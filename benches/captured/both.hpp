@@ -143,7 +143,7 @@ class Both {
     agreement_.add(found, step(interpreted_), 1);
   }
 
-  /// Runs a proposed tree. The root is at position `base`.
+  /// Runs a proposed tree. Nodes without a parent are at position `base`.
   void run_tree(const std::vector<int32_t>& parents, int64_t base) {
     std::vector<int64_t> positions;
     std::vector<int64_t> tokens;

@@ -27,8 +27,9 @@ class Draft {
   virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
 
   /// Called with the target's hidden states, if the target returns any: a row
-  /// for each position of a prompt or of accepted ids, the first row for
-  /// `position`. They replace the earlier rows of this and later positions.
+  /// for each position of a prompt or of accepted ids. The number is the
+  /// position of the first row. The rows replace earlier rows of this and later
+  /// positions.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
   /// Returns the best width of trees, if it is known for this draft. Otherwise

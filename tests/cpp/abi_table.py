@@ -192,7 +192,7 @@ class Parameter:
             for number in ("0", f"{size} - 1", f"{size} + 1", "(size_t)1 << 40"):
                 yield f'-1, SIZE, {number}, true, "{name}.struct_size is"'
             yield f'-1, SIZE, {size} + 16, false, "struct_size"'
-        # Some parameters may be NULL only if another one is NULL too.
+        # A parameter whose comment has "NULL where `other` is." must be NULL together with `other`.
         pair = re.search(r"NULL where `(\w+)` is\.", said)
         follower = next((p for p in self.function.parameters if f"`{name}` is." in self.function.said_of(p.name)), None)
         # The word NULL also occurs for arrays of 0 elements, and for a stored value: "NULL where there is none".
