@@ -192,13 +192,30 @@ def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"group_size": 64, "bits": 4, "mode": "fp5"}, "mode of quantization is 'fp5', but the exporter reads affine,"),
+        ({"group_size": 64, "bits": 4, "mode": "fp5"}, "mode of quantization is 'fp5', expected affine or mxfp4 or"),
+        ({"group_size": 64, "bits": 4, "mode": []}, "mode of quantization is [], expected affine or"),
+        ({"group_size": 64, "bits": 4, "mode": {}}, "mode of quantization is {}, expected affine or"),
+        ({"group_size": 64.0, "bits": 4}, "group_size of quantization is 64.0, expected 32 or"),
+        ({"group_size": 0, "bits": 4}, "group_size of quantization is 0, expected 32 or"),
+        ({"group_size": 64, "bits": 4.0}, "bits of quantization is 4.0, expected 2 or"),
+        ({"group_size": 64, "bits": 0}, "bits of quantization is 0, expected 2 or"),
+        ({"group_size": 64, "bits": True}, "bits of quantization is True, expected 2 or"),
         ({"group_size": 16, "bits": 4}, "group_size of quantization is 16, expected 32 or 64 or 128"),
         ({"group_size": 64, "bits": 7}, "bits of quantization is 7, expected 2 or 3 or 4 or 5 or 6 or 8"),
         ({"group_size": 64, "bits": 4, "mode": "mxfp4"}, "group_size of quantization is 64, expected 32"),
         ({"group_size": 128, "bits": 4}, "expected uint32 "),
         ({"group_size": 64, "bits": 4, "model.layers.0.self_attn.q_proj": False}, "says that it is not quantized"),
         ({"group_size": 64, "bits": 4, "model.layers.0.self_attn.q_proj": {"bits": 8}}, "expected uint32 [64, 16]"),
+        ({"group_size": 64, "bits": 4, "lm_head": "x"}, "layer lm_head is 'x', expected true, false or a mapping"),
+        (
+            {"group_size": 64, "bits": 4, "model.layers.0.self_attn.q_proj": None},
+            "q_proj is None, expected true, false",
+        ),
+        ({"group_size": 64, "bits": 4, "model.norm": "x"}, "layer model.norm is 'x', expected true, false"),
+        ({"group_size": 64, "bits": 4, "lm_head": {"bits": "8"}}, "bits of lm_head is '8', expected 2 or"),
+        ("q4f16_1", "is 'q4f16_1', expected a mapping"),
+        (True, "is True, expected a mapping"),
+        ([64, 4], "is [64, 4], expected a mapping"),
     ],
 )
 def test_settings_that_the_weights_lack(folder, settings, said):
@@ -208,3 +225,20 @@ def test_settings_that_the_weights_lack(folder, settings, said):
     with pytest.raises(EtkvError) as caught:
         _read(folder)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quantization", "compression_config"])
+def test_an_entry_of_the_configuration_is_a_mapping(folder, name):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, name: "q4f16_1"}))
+    with pytest.raises(EtkvError, match=rf"{name} in the configuration of .* is 'q4f16_1', expected a mapping"):
+        _read(folder)
+
+
+def test_a_mode_has_a_usual_group_size_and_bits(folder):
+    expected = write(folder, {"group_size": 32, "bits": 8, "mode": "mxfp8"})
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"group_size": None, "bits": None, "mode": "mxfp8", "lm_head": True}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    found = _read(folder).state_dict()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())

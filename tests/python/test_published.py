@@ -285,6 +285,42 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
         "sparsity_config is {'format': 'sparse-24-bitmask'}, which the exporter does not support",
     ),
+    "sparse by name": (
+        _packed(4) | {"sparsity_config": "dense"},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "sparsity_config is 'dense', expected a mapping",
+    ),
+    "weights of a group": (
+        _packed(4) | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": "int4"}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "weights is 'int4', expected a mapping",
+    ),
+    "activations of a group": (
+        _packed(4) | {"config_groups": {"group_0": {"targets": ["Linear"], "input_activations": 8}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "input_activations is 8, expected a mapping",
+    ),
+    "targets": (
+        _packed(4) | {"config_groups": {"group_0": {"targets": [7]}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "targets is [7], expected a list of names",
+    ),
+    "ignored by number": (
+        _packed(4) | {"ignore": [7]},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "ignore is [7], expected a list of names",
+    ),
+    "bits that are no integer": (_gptq(bits=4.0), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 4.0, but the"),
+    "group": (
+        _packed(4) | {"config_groups": {"group_0": "int4"}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "group_0 is 'int4', expected a mapping",
+    ),
+    "block": (
+        _groups("float-quantized", num_bits=8, strategy="block", block_structure="16x48", type="float"),
+        lambda: packers.fp8(*SHAPE, (16, 48), scale_name="weight_scale")[0],
+        "block_structure is '16x48', expected two numbers",
+    ),
     "rotations": (
         _packed(4) | {"transform_config": {"config_groups": {"R1": {}}}},
         lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],

@@ -80,6 +80,7 @@ def read_config(source: Source) -> PreTrainedConfig:
         if source.gguf_file:
             config = gguf.read_config(source.opened)
         else:
+            weights.check_config(source.folder)
             config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
     except EtkvError:
         raise

@@ -110,11 +110,11 @@ def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> C
     """
     from etkv.export import published
 
-    settings = _quantization_settings(config)
+    settings = _quantization_settings(path, config)
     if not settings:
         published.check_plain(path, files, _WITHOUT_EFFECT)
         return None
-    return published.read(path, files, quantization(config), settings, _WITHOUT_EFFECT)
+    return published.read(path, files, _method(settings), settings, _WITHOUT_EFFECT)
 
 
 def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
@@ -153,11 +153,8 @@ def unreadable(path: Path, error: Exception) -> EtkvError:
     return EtkvError(f"the weights of {path} cannot be loaded: {line}")
 
 
-def quantization(config: PreTrainedConfig) -> str | None:
-    """Return the method of a checkpoint's quantization; None if it is not quantized."""
-    settings = _quantization_settings(config)
-    if not settings:
-        return None
+def _method(settings: dict[str, Any]) -> str:
+    """Return the method of a checkpoint's quantization."""
     if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
         return "mlx"
     return str(settings.get("quant_method") or "by a method that it does not name")
@@ -173,14 +170,43 @@ def plain(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _quantization_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a checkpoint's quantization; empty if it is not quantized."""
+def _quantization_settings(path: Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a checkpoint's quantization; empty if it is not quantized.
+
+    Raises :class:`EtkvError` if an entry of the configuration with settings is not a mapping.
+    """
+    found: dict[str, Any] = {}
     for part in (config, config.get_text_config()):
         for name in _SETTINGS:
             settings = getattr(part, name, None)
-            if settings:
-                return dict(settings if isinstance(settings, dict) else settings.to_dict())
-    return {}
+            if settings is None:
+                continue
+            # transformers may have made an object of the settings.
+            settings = settings.to_dict() if hasattr(settings, "to_dict") else settings
+            _check_mapping(path, name, settings)
+            found = found or settings
+    return dict(found)
+
+
+def check_config(folder: Path) -> None:
+    """Raise :class:`EtkvError` if the settings of a quantization in ``config.json`` are not a mapping.
+
+    transformers would fail with a message that does not name the entry. It reports other faults of the file.
+    """
+    try:
+        whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    parts = (whole, whole.get("text_config")) if isinstance(whole, dict) else ()
+    for part in parts:
+        for name in _SETTINGS:
+            if isinstance(part, dict) and part.get(name) is not None:
+                _check_mapping(folder, name, part[name])
+
+
+def _check_mapping(path: Path, name: str, settings: Any) -> None:
+    if not isinstance(settings, dict):
+        raise EtkvError(f"{name} in the configuration of {path} is {settings!r}, expected a mapping")
 
 
 def _layer(name: str) -> int | None:

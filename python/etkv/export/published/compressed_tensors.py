@@ -50,21 +50,20 @@ class CompressedTensors(Format):
         super().__init__(settings)
         values = settings.values
         for name in ("sparsity_config", "transform_config"):
-            value = values.get(name)
+            value = settings.mapping(name, values)
             if value and (name != "sparsity_config" or value.get("format", "dense") != "dense"):
                 raise settings.refuse(f"{name} is {value!r}, which the exporter does not support")
         # Older packages wrote `frozen`, also for compressed weights.
         settings.one_of("quantization_status", ("compressed", "frozen", None), None)
         self._format = settings.one_of("format", (*_FORMATS, "mixed-precision"), "dense")
-        groups = values.get("config_groups") or {}
-        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-            raise settings.refuse("expected config_groups as a table of groups")
-        self._groups: list[Mapping[str, Any]] = list(groups.values())
+        groups = settings.mapping("config_groups", values)
+        self._groups = [settings.mapping(name, groups) for name in groups]
+        self._ignored = settings.names("ignore", values)
         for group in self._groups:
-            for target in group.get("targets") or ():
+            for target in settings.names("targets", group):
                 if "." not in target and not target.startswith("re:") and target not in _CLASSES:
                     raise settings.refuse(f"a group is for layers of class {target}, expected {' or '.join(_CLASSES)}")
-        rounded = next((args for group in self._groups if (args := group.get("input_activations"))), None)
+        rounded = next((args for group in self._groups if (args := settings.mapping("input_activations", group))), None)
         self.activations = None if rounded is None else f"in {rounded.get('num_bits', 8)} bits"
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
@@ -77,7 +76,7 @@ class CompressedTensors(Format):
         settings = self._settings
         group = self._group(name.removesuffix(".weight"))
         kind = group.get("format") or self._format
-        args = group.get("weights") or {}
+        args = settings.mapping("weights", group)
         if kind not in _FORMATS or kind == "dense":
             raise settings.refuse(
                 f"weight {name} has the format {kind!r}, but its tensors are {', '.join(sorted(parts))}"
@@ -99,7 +98,7 @@ class CompressedTensors(Format):
             block = args.get("block_structure") if args.get("strategy") == "block" else None
             if args.get("strategy") in ("group", "tensor_group"):
                 block = (1, self._columns_of_a_group(args, codes.shape[1]))
-            return scaled(settings, codes, scale, None if block is None else (int(block[0]), int(block[1])))
+            return scaled(settings, codes, scale, None if block is None else settings.block("block_structure", block))
         return self._integers(name, codes, parts, args)
 
     def _group(self, layer: str) -> Mapping[str, Any]:
@@ -108,8 +107,7 @@ class CompressedTensors(Format):
         def names(target: str) -> bool:
             return re.match(target[3:], layer) is not None if target.startswith("re:") else target == layer
 
-        ignored = self._settings.values.get("ignore") or ()
-        if any(names(target) for target in ignored):
+        if any(names(target) for target in self._ignored):
             raise self._settings.refuse(f"layer {layer} is among the ignored layers, but is quantized")
         named = [group for group in self._groups if any(names(target) for target in group.get("targets") or ())]
         found = named or [group for group in self._groups if set(group.get("targets") or ()) & set(_CLASSES)]
@@ -126,7 +124,7 @@ class CompressedTensors(Format):
             strategy = "tensor" if size is None else "channel" if size == -1 else "group"
         if strategy in ("tensor", "channel"):
             return columns
-        if strategy not in ("group", "tensor_group") or not isinstance(size, int) or size < 1 or columns % size:
+        if strategy not in ("group", "tensor_group") or type(size) is not int or size < 1 or columns % size:
             raise self._settings.refuse(
                 f"cannot group {columns} columns by the strategy {strategy!r} with a group_size of {size!r}"
             )
@@ -137,7 +135,7 @@ class CompressedTensors(Format):
         settings = self._settings
         codes, scale, size = (settings.part(parts, name, part) for part in ("packed", "scale", "shape"))
         bits = args.get("num_bits")
-        if not isinstance(bits, int) or not 1 <= bits <= 8 or args.get("type", "int") != "int":
+        if type(bits) is not int or not 1 <= bits <= 8 or args.get("type", "int") != "int":
             raise settings.refuse(f"num_bits is {bits!r} and type {args.get('type')!r}, expected 1 to 8 and 'int'")
         rows, columns = (int(length) for length in size.read().flatten().tolist())
         words = words_of(columns, bits)

@@ -32,11 +32,7 @@ class Fp8(Format):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         block = settings.values.get("weight_block_size")
-        if block is not None and (
-            not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_is_size(size) for size in block)
-        ):
-            raise settings.refuse(f"weight_block_size is {block!r}, expected two numbers: rows and columns")
-        self._block = None if block is None else (int(block[0]), int(block[1]))
+        self._block = None if block is None else settings.block("weight_block_size", block)
         scheme = settings.values.get("activation_scheme")
         self.activations = "in 8 bits" if scheme in ("dynamic", "static") or settings.method == "fbgemm_fp8" else None
 
@@ -89,7 +85,3 @@ def _decode(codes: Stored, scale: Stored, shape: tuple[int, ...], block: tuple[i
     factors = scale.read()
     factors = power_scales(factors) if factors.element_size() == 1 else factors.float()
     return scale_blocks(codes.read().float(), factors.reshape(shape), block)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

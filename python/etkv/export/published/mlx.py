@@ -7,7 +7,7 @@ integers also have ``biases``. The experts of a layer have one tensor with three
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from etkv.export.published import mlx_experts
 from etkv.export.published.format import Format, beside
 from etkv.export.published.fp4 import groups_of
 from etkv.export.published.packing import power_scales, unpack_words, words_of
-from etkv.export.published.settings import FLOATS, Settings
+from etkv.export.published.settings import FLOATS, Settings, is_one_of
 from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Decoded, Grouped, Groups, Weight
 
@@ -40,6 +40,10 @@ class Mlx(Format):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._folder = self._mode("quantization", settings.values)
+        # Layers that are not quantized may also have a setting.
+        for name in settings.values:
+            if "." in name:
+                self._of_layer(name)
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         return mlx_experts.owner(name) or beside(name, tensors, {".scales": "scales", ".biases": "biases"})
@@ -70,29 +74,38 @@ class Mlx(Format):
 
     def _mode(self, name: str, values: Mapping[str, Any]) -> tuple[str, int, int]:
         """Return the mode, the size of a group and the bits in ``values``, the settings of ``name``."""
-        mode = values.get("mode", "affine")
-        if mode not in _MODES:
-            raise self._settings.refuse(f"mode of {name} is {mode!r}, but the exporter reads {', '.join(_MODES)}")
-        group_size, bits = (
-            values.get(key) or usual for key, usual in zip(("group_size", "bits"), _MODES[mode], strict=True)
-        )
-        known = [32, 64, 128] if mode == "affine" else [_MODES[mode][0]]
-        if group_size not in known:
-            raise self._settings.refuse(
-                f"group_size of {name} is {group_size!r}, expected {' or '.join(map(str, known))}"
-            )
-        known = [2, 3, 4, 5, 6, 8] if mode == "affine" else [_MODES[mode][1]]
-        if bits not in known:
-            raise self._settings.refuse(f"bits of {name} is {bits!r}, expected {' or '.join(map(str, known))}")
+        mode = self._one_of(name, values, "mode", "affine", _MODES)
+        usual_size, usual_bits = _MODES[mode]
+        is_affine = mode == "affine"
+        group_size = self._one_of(name, values, "group_size", usual_size, (32, 64, 128) if is_affine else (usual_size,))
+        bits = self._one_of(name, values, "bits", usual_bits, (2, 3, 4, 5, 6, 8) if is_affine else (usual_bits,))
         return mode, group_size, bits
+
+    def _one_of(self, name: str, values: Mapping[str, Any], key: str, usual: Any, known: Iterable[Any]) -> Any:
+        """Return the setting ``key`` of ``name``; ``usual`` if it is absent or null."""
+        value = values.get(key)
+        if value is None:
+            return usual
+        if not is_one_of(value, known):
+            raise self._settings.refuse(f"{key} of {name} is {value!r}, expected {' or '.join(map(str, known))}")
+        return value
+
+    def _of_layer(self, path: str) -> tuple[str, int, int] | None:
+        """Return the mode, the size of a group and the bits of the layer ``path``; None if it is not quantized."""
+        own = self._settings.values.get(path, True)
+        if isinstance(own, bool):
+            return self._folder if own else None
+        if not isinstance(own, Mapping):
+            raise self._settings.refuse(f"the setting of layer {path} is {own!r}, expected true, false or a mapping")
+        return self._mode(path, own)
 
     def _matrix(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         settings = self._settings
         path = name.removesuffix(".weight")
-        own = settings.values.get(path)
-        if own is False:
+        of_layer = self._of_layer(path)
+        if of_layer is None:
             raise settings.refuse(f"weight {name} has scales, but the configuration says that it is not quantized")
-        mode, group_size, bits = self._mode(path, own) if isinstance(own, Mapping) else self._folder
+        mode, group_size, bits = of_layer
         codes, scales = (settings.part(parts, name, part) for part in ("weight", "scales"))
         if len(codes.shape) != 2 or len(scales.shape) != 2:
             raise settings.refuse(f"tensor {codes.name} is {codes.described()}, expected a matrix")
