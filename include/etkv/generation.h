@@ -40,7 +40,7 @@ typedef struct etkv_sampling {
   float temperature;
   /**
    * Keeps the smallest set of most probable tokens with at least this total
-   * probability: more than 0, at most 1. 0 for 1, which keeps all.
+   * probability: more than 0, at most 1. 0 stands for 1, which keeps all.
    */
   float top_p;
   /** Keeps tokens of at least this share of the greatest probability: 0 to 1.
@@ -48,7 +48,7 @@ typedef struct etkv_sampling {
   float min_p;
   /**
    * Divides positive logits of tokens that are in the text, and multiplies
-   * negative ones. 0 for 1, which changes nothing.
+   * negative logits. 0 stands for 1, which changes nothing.
    */
   float repetition_penalty;
   /** Keeps this many tokens with the greatest logits; 0 keeps all. */

@@ -146,7 +146,7 @@ class PrefixStore {
 
 // ---- Prefixes in memory, by their texts ------------------------------------
 
-/// Keeps a prefix in memory for as long as it lives; see etkv_prefix_pin.
+/// Keeps a prefix in memory as long as this object lives; see etkv_prefix_pin.
 class PrefixPin {
  public:
   /// Owns a handle.
