@@ -30,7 +30,8 @@ pub struct Forwards {
 }
 
 impl Forwards {
-    /// Creates forwards over `cache`. The caller must not write rows to the cache in another way meanwhile.
+    /// Creates forwards over `cache`. As long as they exist, the caller must not write rows to the cache in another
+    /// way.
     ///
     /// # Errors
     /// Errors of [`SharedCache::program`].

@@ -232,7 +232,7 @@ pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
 }
 
 /// Returns the states after blocks of rows, `[1, heads, F, k_dim * v_dim]`. For each of `n` blocks, `blocks` has the
-/// slot of the state before the block, or -1 for zeros, and the slots of its 64 rows.
+/// slot of the state before the block, or -1 for zeros, and the slots of the block's 64 rows.
 pub fn fold(
     stored: &Stored,
     k_dim: i32,

@@ -16,8 +16,8 @@ pub struct Forwards<S: Store> {
 }
 
 impl<S: Store> Forwards<S> {
-    /// Returns forwards of `n_calls` calls each. The caller must not write rows to the cache in another way
-    /// meanwhile.
+    /// Returns forwards of `n_calls` calls each. As long as they exist, the caller must not write rows to the cache
+    /// in another way.
     pub fn new(program: ProgramCache<S>, n_calls: usize) -> Self {
         Self { program, positions: Vec::new(), made: vec![false; n_calls] }
     }

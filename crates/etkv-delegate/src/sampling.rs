@@ -1,7 +1,7 @@
 //! Sampling: the choice of a token from logits.
 //!
-//! A backend may sample on its device; [`Sampling::choose`] defines the result. Both use the same random numbers, so
-//! the same seed gives the same tokens, unless the last bits of a float decide.
+//! A backend may sample on its device; [`Sampling::choose`] defines the result. The backend and `choose` use the same
+//! random numbers, so the same seed gives the same tokens, unless the last bits of a float decide.
 
 use std::borrow::Cow;
 

@@ -63,7 +63,7 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 }
 
 /// Replaces the contents of a cache by those of a file, and returns the token ids of the file. The old and the new
-/// contents are both in memory until the new ones are complete.
+/// contents are both in memory until the new contents are complete.
 ///
 /// A file fits if it was saved from a cache of the same kind with the same layers and windows. If the formats in its
 /// config are also the same, the cache continues as the saved cache would have. Otherwise, float formats are

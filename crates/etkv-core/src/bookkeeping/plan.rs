@@ -72,7 +72,7 @@ impl Slots {
 pub enum MaskPlan {
     /// Every slot.
     None,
-    /// Query `i` of `T` sees all but the last `T - 1 - i`.
+    /// Query `i` of `T` sees all slots except the last `T - 1 - i`.
     Causal,
     /// A set of slots for each query.
     Explicit(Arc<MaskRuns>),

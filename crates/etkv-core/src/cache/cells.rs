@@ -95,7 +95,7 @@ impl<S: Store> CellsCache<S> {
         self.kind == Self::CONTIGUOUS
     }
 
-    /// Rewinds the only sequence to the first position of a step, if it is longer. An abort undoes this.
+    /// Rewinds the only sequence to the first position of a step, if the sequence is longer. An abort undoes this.
     fn rewind_for(&mut self, positions: &[i32]) -> Result<()> {
         let (Some(&first), next) = (positions.first(), self.book.seq_next(0)?) else {
             return Ok(());

@@ -207,8 +207,8 @@ impl PrefixCache {
         Ok(kept)
     }
 
-    /// Returns how many of the first tokens of a text an empty cache with the config of `cache` could get from memory
-    /// or the store.
+    /// Returns the number of a text's first tokens that an empty cache with the config of `cache` could get from
+    /// memory or the store.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
@@ -224,8 +224,8 @@ impl PrefixCache {
         Ok(in_memory.max(self.inner.in_store(cache, fingerprint, tokens, in_memory)))
     }
 
-    /// Reads the longest prefix of a text in the store into memory, on a thread of this prefix cache, for a later
-    /// [`attach`](Self::attach) of a cache with the config of `cache`. Does not wait, and accesses neither the folder
+    /// Reads the longest prefix of a text in the store into memory, on a thread of this prefix cache. A cache with
+    /// the config of `cache` can later [`attach`](Self::attach) to it. Does not wait, and accesses neither the folder
     /// nor the network. Returns whether the text was queued. A text is not queued if memory has all of it, if there
     /// is no store, or if too many texts wait. It is not queued either if the cache [cannot
     /// create](Cache::make_empty) another cache.

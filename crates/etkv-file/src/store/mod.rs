@@ -185,7 +185,7 @@ impl PrefixStore {
         Ok(true)
     }
 
-    /// Returns how many of the first tokens of a text a cache with the config of `cache` could load.
+    /// Returns the number of a text's first tokens that a cache with the config of `cache` could load.
     ///
     /// # Errors
     /// [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and [`File`](Status::File) if

@@ -561,7 +561,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         self.texts.insert(sequence, text);
     }
 
-    /// Saves the cache and loads it into a new one, or saves one sequence and loads it into another cache.
+    /// Saves the cache and loads it into a new cache, or saves one sequence and loads it into another cache.
     fn save_and_load(&mut self) {
         if !B::SAVES {
             return;
@@ -622,7 +622,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         }
     }
 
-    /// Freezes the cache, and continues in one that is attached to the prefix.
+    /// Freezes the cache, and continues in a cache that is attached to the prefix.
     fn freeze_and_attach(&mut self) {
         let texts: Vec<(&i32, &Text)> = self
             .texts

@@ -294,7 +294,7 @@ impl CellsBookkeeping {
         self.leave_checkpoints(sequence, position);
     }
 
-    /// Removes a sequence from checkpoints after `length`.
+    /// Removes a sequence from its checkpoints at positions after `length`.
     pub(super) fn leave_checkpoints(&mut self, sequence: i32, length: i32) {
         for kept in &mut self.checkpoints.all {
             if kept.position > length {

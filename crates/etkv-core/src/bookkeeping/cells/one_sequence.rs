@@ -9,8 +9,8 @@ use crate::error::{fail, Result};
 use crate::snapshot::{CellsState, CheckpointState, GroupState, RecurrentState, SequenceState};
 
 impl CellsBookkeeping {
-    /// Returns the state of bookkeeping that has only this sequence, as sequence 0, and its checkpoints, in the first
-    /// cells. Its tree is omitted.
+    /// Returns a state that has only this sequence, as sequence 0, and the sequence's checkpoints. They are in the
+    /// first cells. Its tree is omitted.
     pub fn sequence_state(&self, sequence: i32) -> CellsState {
         let mut checkpoints: Vec<CheckpointState> = self.checkpoints.state();
         checkpoints.retain(|kept| kept.sequences.contains(&sequence));

@@ -297,7 +297,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns the position of a token of `sequence` after `ahead` others of this step.
+    /// Returns the position of the token of `sequence` that follows `ahead` other tokens of this step.
     fn expected(&self, sequence: i32, ahead: i32, members: &[i32]) -> Result<i64> {
         let next = i64::from(self.next(sequence));
         let Some(tree) = self.trees.get(&sequence) else {
