@@ -97,10 +97,10 @@ pub struct Placement {
 /// The stored rows and anchors that a recurrent layer reads in a step, and the step's plan.
 #[derive(Debug, Clone)]
 pub struct RecurrentSpec<V> {
-    /// The rows in the slots, starting at slot 0, as float32. A convolution has one buffer: input columns `[1, 1, L,
-    /// channels]`. A recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim
-    /// + D]`, where `D` is `k_dim` if there is a decay for each channel, else 1. A decay is the sum of the log decays
-    /// from the last anchor before the row up to the row.
+    /// The rows in the slots, starting at slot 0, as float32. A convolution has one buffer: input columns
+    /// `[1, 1, L, channels]`. A recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays
+    /// `[1, heads, L, v_dim + D]`, where `D` is `k_dim` if there is a decay for each channel, else 1. A decay is the
+    /// sum of the log decays from the last anchor before the row up to the row.
     pub rows: [Option<V>; 2],
     /// The states in the slots, starting at slot 0, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` as the
     /// fastest axis; `None` for a convolution, and if there are no states yet.
