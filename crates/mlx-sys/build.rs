@@ -78,7 +78,7 @@ fn check_version(mlx: &Path) {
     assert_eq!(
         found,
         MLX_VERSION,
-        "MLX in {} is {found}, this build needs {MLX_VERSION}",
+        "MLX in {} is {found}, but this build needs {MLX_VERSION}",
         mlx.display()
     );
 }

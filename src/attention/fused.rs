@@ -3,8 +3,8 @@
 //!
 //! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of
 //! query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call itself. The length
-//! of a cache changes at every step. In float32 MLX composes attention of its matrix products, without plans: 0.05 to
-//! 0.15 ms for up to 16 queries over 1,500 keys, and 0.43 ms for 512 queries. The result is as exact.
+//! of a cache changes at every step. In float32, MLX composes attention from its matrix products, without plans: 0.05
+//! to 0.15 ms for up to 16 queries over 1,500 keys, and 0.43 ms for 512 queries. The result is as exact.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -208,7 +208,7 @@ impl Prefix {
         let layers = config.layers.iter().map(SavedLayer::from);
         if found.layers.len() != config.layers.len() {
             let [found, here] = [found.layers.len(), config.layers.len()];
-            fail!(InvalidArgument, "the prefix has {found} layers, this cache has {here}");
+            fail!(InvalidArgument, "the prefix has {found} layers, but this cache has {here}");
         }
         for (id, (found, layer)) in found.layers.iter().zip(layers).enumerate() {
             if *found != layer {
@@ -240,7 +240,7 @@ impl Prefix {
         if self.length > config.capacity {
             fail!(
                 InvalidArgument,
-                "the prefix has {} positions, the capacity of this cache is {}",
+                "the prefix has {} positions, but the capacity of this cache is {}",
                 self.length,
                 config.capacity
             );

@@ -352,7 +352,7 @@ impl Snapshot {
     pub(crate) fn check_layers(&self, config: &CacheConfig) -> Result<()> {
         let [found, expected] = [self.layers.len(), config.layers.len()];
         if found != expected {
-            fail!(File, "the file has {found} layers, this cache has {expected}");
+            fail!(File, "the file has {found} layers, but this cache has {expected}");
         }
         for (id, (found, layer)) in self.layers.iter().zip(&config.layers).enumerate() {
             let expected = SavedLayer::from(layer);
@@ -392,7 +392,7 @@ impl Snapshot {
         let (found, expected) = (&self.recurrent_layers, &config.recurrent_layers);
         if found.len() != expected.len() {
             let [found, expected] = [found.len(), expected.len()];
-            fail!(File, "the file has {found} recurrent layers, this cache has {expected}");
+            fail!(File, "the file has {found} recurrent layers, but this cache has {expected}");
         }
         for (id, (found, expected)) in found.iter().zip(expected).enumerate() {
             if found != expected {
@@ -507,7 +507,7 @@ impl Snapshot {
             if found != expected && !(found.is_float() && expected.is_float()) {
                 fail!(
                     File,
-                    "the file has {what} in {found}, this cache stores them in {expected}; only f32, \
+                    "the file has {what} in {found}, but this cache stores them in {expected}; only f32, \
                      f16 and bf16 are converted into each other"
                 );
             }

@@ -175,7 +175,7 @@ impl Header {
         if version != VERSION.to_string() {
             fail!(
                 File,
-                "the file has version {} of the format, this build reads {VERSION}",
+                "the file has version {} of the format, but this build reads {VERSION}",
                 quoted(version)
             );
         }

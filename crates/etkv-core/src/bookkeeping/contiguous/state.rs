@@ -24,7 +24,7 @@ impl ContiguousBookkeeping {
         if length > capacity {
             fail!(
                 File,
-                "the file has {length} positions, the capacity of this cache is {capacity}"
+                "the file has {length} positions, but the capacity of this cache is {capacity}"
             );
         }
         let [found, expected] = [state.dropped.len(), self.groups.len()];

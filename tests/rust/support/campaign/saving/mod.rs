@@ -149,7 +149,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
             config
         };
         let more = changed(&|config| config.layers.push(config.layers[0]));
-        refused(more, 0, MODEL, "the file has 2 layers, this cache has 3");
+        refused(more, 0, MODEL, "the file has 2 layers, but this cache has 3");
         let heads = changed(&|config| config.layers[0].n_kv_heads = 1);
         refused(heads, 0, MODEL, "layer 0 has n_kv_heads 2 in the file, 1 here");
         let dims = changed(&|config| config.layers[1].v_head_dim = 128);
@@ -166,7 +166,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
         let steps = changed(&|config| config.max_step_tokens = 3);
         refused(steps, 0, MODEL, "max_step_tokens 12, but those of this cache for 40 and 3");
         let format = changed(&|config| config.k_format = KvFormat::F16);
-        refused(format, 0, MODEL, "keys in row-int4, this cache stores them in f16");
+        refused(format, 0, MODEL, "keys in row-int4, but this cache stores them in f16");
         let full = |capacity| CacheConfig::uniform(1, 1, 64, capacity);
         let mut cache = filled::<B>(full(40), 12);
         save(&mut *cache, &place.path, labels(&[])).unwrap();

@@ -213,7 +213,13 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
         let small = CacheConfig::uniform(2, 2, 64, 15).stored_as(KvFormat::F32);
         into(1, small.clone(), 0, Status::File, "a window of 8 and 2 sinks in the file");
         let quantized = config.clone().stored_as("affine8g32".parse().unwrap());
-        into(1, quantized, 0, Status::File, "keys in f32, this cache stores them in affine8g32");
+        into(
+            1,
+            quantized,
+            0,
+            Status::File,
+            "keys in f32, but this cache stores them in affine8g32",
+        );
 
         let mut full =
             Shape { kind: 1, config: CacheConfig::uniform(2, 2, 64, 40).stored_as(KvFormat::F32) }
