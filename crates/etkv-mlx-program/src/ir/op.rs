@@ -222,7 +222,8 @@ pub enum Op {
     /// Created by a pass: several element-wise operations. One kernel launch on a GPU.
     Elementwise {
         expression: Arc<Expression>,
-        inputs: SmallVec<[Value; 4]>,
+        // With a `SmallVec` here, clones of `Split` that rustc 1.95 compiles at opt-level 1 have a wrong `x`.
+        inputs: Box<[Value]>,
     },
     /// Created by a pass: the RMS norm of `x`, computed in float32, times the weight of each feature, times the
     /// single element of `scale`, and then rounded to `dtype`. One kernel launch on a GPU.

@@ -37,15 +37,17 @@ pub fn fuse(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
             readers: &readers,
             makers: &makers,
             nodes: Vec::new(),
-            inputs: SmallVec::new(),
+            inputs: Vec::new(),
             fused: Vec::new(),
         };
         if tree.add_operation(index, 1).is_none() || tree.fused.len() < 2 {
             continue;
         }
         let expression = Arc::new(Expression { nodes: tree.nodes });
-        let fused =
-            Instruction { op: Op::Elementwise { expression, inputs: tree.inputs }, out: *out };
+        let fused = Instruction {
+            op: Op::Elementwise { expression, inputs: tree.inputs.into() },
+            out: *out,
+        };
         tree.fused.into_iter().for_each(|index| instructions[index] = None);
         instructions[index] = Some(fused);
     }
@@ -81,7 +83,7 @@ struct Tree<'a> {
     readers: &'a HashMap<Value, usize>,
     makers: &'a HashMap<Value, usize>,
     nodes: Vec<Node>,
-    inputs: SmallVec<[Value; 4]>,
+    inputs: Vec<Value>,
     /// The instructions that are part of the expression.
     fused: Vec<usize>,
 }
@@ -205,7 +207,7 @@ mod tests {
             Node::AsType(5, Dtype::Bfloat16),
         ];
         let expression = Arc::new(Expression { nodes });
-        let inputs = SmallVec::from_slice(&[Value(1), Value(2)]);
+        let inputs = vec![Value(1), Value(2)].into();
         let op = Op::Elementwise { expression, inputs };
         assert_eq!(made, [Instruction { op, out: Out::Tensor(Value(14)) }]);
     }
