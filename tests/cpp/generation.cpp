@@ -292,8 +292,7 @@ void choices() {
   CHECK_REFUSED(
       choose(cache, {1, 2}, {22}), invalid, "2 tokens at 1 positions");
   CHECK_REFUSED(choose(cache, {1}, {30}), ETKV_ERROR_POSITION, "30");
-  CHECK_REFUSED(
-      choose(cache, text(33), at(22, 33)), invalid, "33 tokens; the program");
+  CHECK_REFUSED(choose(cache, text(33), at(22, 33)), invalid, "tokens, got 33");
   CHECK_INT(*bound->length(), 22);
 }
 
@@ -325,7 +324,7 @@ void refusals() {
         Generation::make(*bound.operator->(), prompts, how), status, words);
   };
   const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
-  refused({}, options(), invalid, "no prompt");
+  refused({}, options(), invalid, "at least one prompt, got none");
   refused({{{}, 0}}, options(), invalid, "prompt 0 has no tokens");
   refused({{{1}, 0}, {{1}, 0}}, options(), invalid, "second for sequence 0");
   refused({{{1}, 256}}, options(), invalid, "256");

@@ -84,7 +84,7 @@ std::vector<Fault> output_faults() {
            kLogits, from_blob(reals, {64, kVocabulary}, ScalarType::Float))},
       {"no memory",
        shape,
-       "no memory",
+       "a tensor with memory",
        replace(
            kLogits,
            from_blob(
