@@ -236,9 +236,9 @@ def _of_rows(packed: Tensor, dtype: torch.dtype, n: int) -> list[Tensor]:
 
 
 def holding(bits: int, group_size: int, *numbers: Tensor) -> WeightFormat:
-    """Return the smallest format of integers of ``bits`` bits in which ``numbers``, in float32, are exact.
+    """Return the smallest format of ``bits``-bit integers that stores ``numbers`` without rounding.
 
-    The numbers are scales, or scales and biases.
+    These are float32 scales, or float32 scales and biases.
     """
     ends = (
         end

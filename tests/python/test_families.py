@@ -85,7 +85,7 @@ def _error(variant: Variant, difference: np.ndarray) -> float:
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
 def test_the_last_row_only_is_the_same(programs, variant):
-    """A program that is loaded for the last row skips the other rows after the last layer's attention."""
+    """A program that returns the last row only drops the other rows after the last layer's attention."""
     program = programs[variant]
     prompt = reference.tokenize(program, STORY)[:PROMPT]
     every = reference.forward(program, prompt, rows="all").logits

@@ -330,7 +330,7 @@ def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):
     for layer in meant.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0], 32))
-    # Some numbers in 8 bits are rounded the other way.
+    # Not zero: the program and the reference round some activations in opposite directions.
     assert _error(found, reference.logits(meant, ids)) < 0.01
 
 

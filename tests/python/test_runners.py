@@ -352,9 +352,7 @@ CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
 def test_a_server_goes_on_from_earlier_texts(name, tmp_path):
-    """Earlier texts are those that the server has read or, with a store, an earlier process. The answers are the
-    same.
-    """
+    """A server continues from texts that it has read, or that an earlier process stored. The answers are the same."""
     model = with_longer_context(name)
     words = ["--max-tokens", 16, "--ids", "--check"]
     store = ["--prefix-store", tmp_path / "texts"]

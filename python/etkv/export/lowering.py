@@ -87,7 +87,7 @@ def constant_methods(
 
 
 def _in_keys(caches: list[bool]) -> dict[str, Any]:
-    """Return the constant method that marks the caches with values in their keys, if there are any."""
+    """Return the constant method that lists which caches keep their values in their keys; empty if none does."""
     import torch
 
     fact = _once([int(in_keys) for in_keys in caches])
