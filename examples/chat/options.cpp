@@ -59,7 +59,7 @@ void add_sampling_arguments(Arguments& arguments, ParsedOptions& parsed) {
   arguments.number(
       "--repetition-penalty",
       "R",
-      "divide the positive logits of the last 64 ids by this\n"
+      "divide positive logits of the last 64 ids by this\n"
       "(1)",
       0.01,
       100.0,
@@ -126,9 +126,9 @@ Arguments arguments_into(ParsedOptions& parsed) {
   arguments.text(
       "--prefix-store",
       "DIR",
-      "keep what the model has read in this folder or bucket\n"
-      "(s3://bucket/prefix), and load what a prompt begins with\n"
-      "from there; the files hold the texts",
+      "keep the texts that the model has read in this folder\n"
+      "or bucket (s3://bucket/prefix), and load from there\n"
+      "what a prompt begins with",
       &parsed.options.prefix_store);
   arguments.integer(
       "--prefix-store-mib",
@@ -141,8 +141,8 @@ Arguments arguments_into(ParsedOptions& parsed) {
   arguments.integer(
       "--memory-budget-mib",
       "N",
-      "refuse steps that would make the cache hold more than\n"
-      "this many MiB; weights do not count",
+      "refuse steps that would make the cache exceed this\n"
+      "many MiB; weights do not count",
       1,
       std::numeric_limits<int32_t>::max(),
       &parsed.memory_budget_mib);

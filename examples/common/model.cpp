@@ -44,8 +44,8 @@ void add_model_arguments(Arguments& arguments, ModelOptions& options) {
   arguments.integer(
       "--capacity",
       "N",
-      "maximum positions of the cache; by default the number\n"
-      "that the model was exported for",
+      "maximum positions of the cache; by default the\n"
+      "number that the model was exported for",
       1,
       std::numeric_limits<int32_t>::max(),
       &options.capacity);

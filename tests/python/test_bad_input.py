@@ -219,7 +219,7 @@ def test_options_that_are_missing_or_exclude_each_other(model, tmp_path):
     refused([CHAT, "--model", model, "--prompt", "hi", "--raw", "--system", "x"], MISUSED, "--system", "--raw")
     refused([CHAT, "--model", model, "--prompt", "hi", "--max-tokens", 0], MISUSED, "--max-tokens", '"0"')
     for shape in ("--depth", "--width"):
-        refused([CHAT, "--model", model, "--prompt", "hi", shape, 3], MISUSED, shape, "there is no --draft")
+        refused([CHAT, "--model", model, "--prompt", "hi", shape, 3], MISUSED, shape, "requires --draft")
 
 
 def test_a_capacity_above_the_context_of_the_program(model):
@@ -253,7 +253,7 @@ def test_forward_with_a_prompt_longer_than_the_capacity(model, tmp_path):
     refused([FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9], FAILED, "10 positions", "capacity is 9")
     # The second chunk does not fit.
     words = [FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9, "--chunk", 6]
-    refused(words, FAILED, "4 tokens from position 6", "10 positions", "capacity is 9")
+    refused(words, FAILED, "4 tokens at position 6", "10 positions", "capacity is 9")
 
 
 @pytest.mark.parametrize(("token", "position"), [(VOCABULARY, 1), (-1, 0), (2**31, 2), (2**62, 0)])
@@ -323,7 +323,7 @@ def test_the_capacity_is_reached_while_answering(model, tmp_path):
     ids_file = write_ids(tmp_path, "60 61 62")
     words = [FORWARD, "--model", model, "--ids-file", ids_file, "--capacity", 5, "--decode"]
     assert reference.run([*words, 2]).returncode == 0
-    refused([*words, 3], FAILED, "from position 5", "6 positions", "capacity is 5")
+    refused([*words, 3], FAILED, "at position 5", "6 positions", "capacity is 5")
 
 
 def answer_ids(output: str) -> list[list[int]]:

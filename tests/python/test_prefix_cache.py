@@ -96,7 +96,7 @@ def test_a_prefix_is_shared(llama):
             cache.attach(prefix)
     with (
         session(llama, k_format="bf16", v_format="bf16") as other,
-        pytest.raises(etkv.EtkvError, match="this one stores"),
+        pytest.raises(etkv.EtkvError, match="got one that stores"),
     ):
         other.attach(prefix)
     assert repr(prefix) == f"<Prefix: 60 positions, {prefix.nbytes} bytes>"

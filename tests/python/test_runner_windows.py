@@ -73,7 +73,7 @@ def test_a_window_over_layers_that_have_one(mistral, options, compared):
     """The answer is compared with one under the intersection of both windows, if the intersection is a window."""
     done = succeed("rollback", mistral, "--max-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
     assert len(re.findall("^check: 1 answer,", done.stderr, re.M)) == (1 if compared else 0)
-    assert ("--window 48 and --sinks 4 in a layer's own window of 64" in done.stderr) != compared
+    assert ("--window 48 and --sinks 4 in a layer with a window of 64" in done.stderr) != compared
     assert checked(done)[0] == len(answers(done.stdout)) - (0 if compared else 1)
 
 

@@ -130,7 +130,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
             (lambda: session.load(path), "of the model `one`, expected ``"),
             (lambda: other.load(path, fingerprint="one"), "`contiguous`, but this cache is of kind `seq`"),
             (lambda: session.load(tmp_path / "none"), "none"),
-            (lambda: session.load(tmp_path), "no file"),
+            (lambda: session.load(tmp_path), "not a file"),
             (lambda: session.save(tmp_path / "no" / "folder"), "folder"),
         ]:
             with pytest.raises(etkv.CacheFileError, match=words) as caught:
@@ -179,7 +179,7 @@ def test_token_ids_are_bounded_before_memory_is_taken(kind, tmp_path):
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
         session.save(real, tokens=[7] * most)
         assert len(session.load(real)) == most
-        with pytest.raises(etkv.EtkvError, match=f"{most + 1} token ids, the most"):
+        with pytest.raises(etkv.EtkvError, match=f"{most + 1} token ids, the maximum"):
             session.save(real, tokens=[7] * (most + 1))
 
 
