@@ -421,8 +421,8 @@ int main(int argc, char** argv) {
   runner.arguments().integer(
       "--context-tokens",
       "N",
-      "without one, a register of this many tokens, or a few\n"
-      "more (256)",
+      "without one, a register of this many tokens or a\n"
+      "few more (256)",
       1,
       1 << 20,
       &more.context_tokens);

@@ -126,7 +126,7 @@ Arguments arguments_into(ParsedOptions& parsed) {
   arguments.text(
       "--prefix-store",
       "DIR",
-      "keep the texts that the model has read in this folder\n"
+      "keep texts that the model has read in this folder\n"
       "or bucket (s3://bucket/prefix), and load from there\n"
       "what a prompt begins with",
       &parsed.options.prefix_store);

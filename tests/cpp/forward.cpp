@@ -79,14 +79,15 @@ Arguments arguments_into(Options& options) {
   arguments.choice(
       "--loop",
       {"steps", "device"},
-      "where tokens are chosen: on the host, from the logits of\n"
-      "each step (steps), or on the device (async decode)",
+      "where tokens are chosen: on the host, from the\n"
+      "logits of each step (steps), or on the device\n"
+      "(async decode)",
       &options.loop);
   arguments.choice(
       "--rows",
       {"last", "all", "proposed"},
-      "rows of logits that a step computes (last); proposed is\n"
-      "for programs that verify candidates",
+      "rows of logits that a step computes (last);\n"
+      "proposed is for programs that verify candidates",
       &options.rows);
   arguments.text(
       "--logits",
@@ -108,8 +109,9 @@ Arguments arguments_into(Options& options) {
       &options.repeat);
   arguments.flag(
       "--json",
-      "print one line of JSON instead of a table; a run's ids\n"
-      "are the token after the prompt and one for each step",
+      "print one line of JSON instead of a table; a run's\n"
+      "ids are the token after the prompt and one for each\n"
+      "step",
       &options.json);
   arguments.flag("--help", "print this and exit", &options.help);
   return arguments;
