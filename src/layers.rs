@@ -109,7 +109,7 @@ impl Forwards {
                 if !masks && (is_late || matches!(spec.mask, Mask::Explicit(_))) {
                     fail!(
                         Unsupported,
-                        "this face supports no masks, but {} queries from position {} of layer {layer} need one",
+                        "this interface of the cache supports no masks, but {} queries of layer {layer} from position {} on need one",
                         positions.len(),
                         positions[0]
                     );

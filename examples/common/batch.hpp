@@ -100,8 +100,8 @@ Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
 /// Runs the last id of each request, and chooses the next id of each. This
-/// takes one step, or several if there are more requests than the program
-/// accepts tokens.
+/// takes one step, or several if the requests outnumber the tokens that the
+/// program accepts per step.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,

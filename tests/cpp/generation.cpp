@@ -274,7 +274,7 @@ void choices() {
   CHECK(must(choose(cache, prompt, at(0, 20))) == wanted);
   CHECK_INT(*bound->length(), 20);
 
-  // Three candidates after the first of four tokens.
+  // Four tokens: the other three are candidates after the first.
   const Ids tree = {1, 2, 3, 4};
   const std::vector<int32_t> positions = {20, 21, 21, 22};
   must(bound->propose({-1, 0, 0, 2}));

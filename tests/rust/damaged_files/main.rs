@@ -111,7 +111,7 @@ fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u
             Form::Sequence => cache.saving_sequence(9).unwrap().planes(&parts.snapshot),
             _ => cache.saving().unwrap().planes(&parts.snapshot),
         };
-        // If the integers fit, the tensors are adapted to them.
+        // If the changed snapshot still fits the cache, resizes the tensors to match it.
         if let Some(planes) = planes.ok().filter(|_| rng.chance(0.95)) {
             parts.fit(&planes);
         }

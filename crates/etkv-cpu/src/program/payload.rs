@@ -189,8 +189,8 @@ pub struct LinearCall {
     pub group_size: usize,
     /// The number of rows of each matrix, which is the number of its outputs.
     pub rows: Vec<usize>,
-    /// The indices of the inputs that are the rows and, for each matrix, its weights and its bias. Only
-    /// biases may be absent.
+    /// The indices of inputs: first the rows, then the weights and the bias of each matrix. Only biases may be
+    /// absent.
     pub inputs: Vec<Option<usize>>,
 }
 

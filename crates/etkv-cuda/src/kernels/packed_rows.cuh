@@ -56,7 +56,7 @@ struct PackedRows {
     constexpr int PIECES = ROW / COPIED;
     int thread = own_thread();
     if constexpr (THREADS % PIECES == 0 && THREADS / PIECES <= TILE) {
-      // All rows exist, so fewer instructions are necessary.
+      // If the tile is full, fewer instructions are necessary.
       if (count >= TILE) {
         constexpr int APART = THREADS / PIECES;
         int r = thread / PIECES, at = thread % PIECES * COPIED;

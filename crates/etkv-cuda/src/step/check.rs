@@ -10,8 +10,9 @@ use crate::step::plan::{
 /// The maximum number of elements of a buffer, rows of a table, and slots of a pool. The product of two such
 /// numbers fits 64 bits, and twice one of them fits 32 bits.
 const MAX: usize = 1 << 30;
-/// The maximum number of elements of a row, and of heads.
+/// The maximum number of elements of a row.
 const LONGEST: usize = 1 << 24;
+/// The maximum number of heads.
 const MAX_HEADS: usize = 4096;
 /// The elements that a thread reads at a time.
 const PIECE: usize = 8;

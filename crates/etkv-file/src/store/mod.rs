@@ -196,7 +196,7 @@ impl PrefixStore {
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
-    /// Loads the longest prefix of a text that is in the folder. Returns the number of the text's tokens that the
+    /// Loads the longest stored prefix of a text. Returns the number of the text's tokens that the
     /// cache then has: 0, or at least [`MIN_TOKENS`]. The host runs the rest. The model computes logits only for
     /// tokens that run, so the host should pass the text without its last token.
     ///

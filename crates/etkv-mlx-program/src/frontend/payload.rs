@@ -5,8 +5,8 @@ use flatbuffers::VerifierOptions;
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
 
-/// The size of the header in bytes. It has 4 bytes of padding, the magic, and the offset and size of the data after
-/// the flatbuffer.
+/// The size of the header in bytes. The header consists of 4 bytes of padding, the magic, and the offset and size of
+/// the data that follows the flatbuffer.
 const HEADER: usize = 24;
 const MAGIC: &[u8] = b"MLX0";
 /// The newest format that this build reads.

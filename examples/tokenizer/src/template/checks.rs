@@ -200,7 +200,8 @@ fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     }
 }
 
-/// Strips characters from the ends of a text: each character of the text is compared with each character to strip.
+/// Takes the units of `strip`, `lstrip` or `rstrip`, which compare each character of the text with each character to
+/// strip.
 fn stripped(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let removed = arguments.first().map_or(1, text_length).max(1);
     whole(std::iter::once(value), budget)?;

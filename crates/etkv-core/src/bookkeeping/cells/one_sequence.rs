@@ -76,8 +76,8 @@ impl CellsBookkeeping {
     }
 
     /// Returns a copy of the bookkeeping with one more sequence: the only sequence of `state`, which must
-    /// [fit](Self::with_state). The sequence gets the number `sequence`, which must have neither positions nor a
-    /// tree. Also returns the sequence's cells in each layer group, in the order of the cells of the state.
+    /// [fit](Self::with_state). The sequence gets the number `sequence`. No sequence with this number
+    /// may hold positions or a tree. Also returns the sequence's cells in each layer group, in the order of the cells of the state.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a

@@ -45,8 +45,8 @@ impl Planner {
         Normalize { x, inner, norm, residual, out, columns, next: again }
     }
 
-    /// Adds the weight of a row norm. Returns `None` unless the result has the program's dtype, which
-    /// requires a conversion in the program if the weight is float32.
+    /// Adds the weight of a row norm. Returns `None` unless the norm's result has the program's dtype. With a
+    /// float32 weight it has that dtype only if the program converts the result.
     pub(super) fn add_norm<'a>(
         &mut self,
         norm: RowNorm,
