@@ -83,7 +83,7 @@ impl<T: Eq + Hash> CompiledKernels<T> {
 }
 
 /// Returns the name of a float dtype in CUDA, and the bytes of an element.
-fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
+pub fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
     match dtype {
         Dtype::Float16 => Some(("__half", 2)),
         Dtype::Bfloat16 => Some(("__nv_bfloat16", 2)),

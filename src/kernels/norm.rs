@@ -3,15 +3,13 @@
 //! MLX's function computes in the common dtype of the rows and the weight. Each conversion to that dtype is another
 //! launch. See `norm_rows.cuh` of `etkv_cuda`.
 
-use std::fmt::Write;
-
 use etkv_cuda::text;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 
 use super::by_text::TextKernels;
 use super::{can_run, elements_of};
-use crate::error::{Error, Result, Status};
+use crate::error::Result;
 
 /// The maximum number of threads of a block.
 const MAX_THREADS: i32 = 256;
@@ -47,7 +45,7 @@ pub fn norm(call: &Norm) -> Result<Option<Array>> {
     let inputs = [(c"x", Some(call.x)), (c"weight", call.weight), (c"scale", call.scale)];
     let outputs = [(c"out", call.x.shape(), call.dtype)];
     let threads = [launch.rows * launch.block, 1, 1];
-    let text = launch.text(call)?;
+    let text = launch.text(call);
     let mut kernels = KERNELS.lock();
     let made = kernels.launch(c"etkv_norm_rows", text, &inputs, &outputs, threads, launch.block)?;
     Ok(made.and_then(|made| made.into_iter().next()))
@@ -83,7 +81,7 @@ impl Launch {
 
     /// Returns the text of the kernel's own function. It computes the offset of a row from the row's indices along
     /// all axes except the last.
-    fn text(&self, call: &Norm) -> Result<String> {
+    fn text(&self, call: &Norm) -> String {
         let ([x, weight, out], last) = (self.elements, call.x.ndim() - 1);
         let (has_weight, has_scale) = (call.weight.is_some(), call.scale.is_some());
         let eps = call.eps.to_bits() as i32;
@@ -91,12 +89,10 @@ impl Launch {
             "__shared__ float squares[etkv::MAX_NORM_WARPS];\nint row = blockIdx.x;\nlong long at = 0;\n",
         );
         for axis in (0..last).rev() {
-            let line = format_args!(
+            text += &format!(
                 "at += (row % x_shape[{axis}]) * static_cast<long long>(x_strides[{axis}]);\n\
                  row /= x_shape[{axis}];\n"
             );
-            text.write_fmt(line)
-                .map_err(|_| Error::new(Status::Internal, "cannot write the text of a kernel"))?;
         }
         text += &format!(
             "etkv::NormRows<{x}, {weight}, {out}> work{{x + at, x_strides[{last}],\n\
@@ -104,7 +100,7 @@ impl Launch {
              {has_scale} ? scale : nullptr, __int_as_float({eps}), x_shape[{last}]}};\n\
              work.run(out + static_cast<long long>(blockIdx.x) * x_shape[{last}], squares);\n"
         );
-        Ok(text)
+        text
     }
 }
 

@@ -6,6 +6,7 @@ use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use crate::ir::{Binary, Expression, Node, Unary};
+use etkv::kernels::element;
 
 /// The properties of an input on which the text of an expression depends.
 pub type InputType = (Dtype, usize);
@@ -148,17 +149,7 @@ impl Generator<'_> {
             }
             Node::Binary(function, a, b) => {
                 let ((a, first), (b, second)) = (self.value(a, indices)?, self.value(b, indices)?);
-                let text = match function {
-                    Binary::Add => format!("{a} + {b}"),
-                    Binary::Subtract => format!("{a} - {b}"),
-                    Binary::Multiply => format!("{a} * {b}"),
-                    Binary::Divide => format!("{a} / {b}"),
-                    Binary::LogAddExp => format!("etkv::log_add_exp({a}, {b})"),
-                    Binary::Maximum => format!("etkv::maximum({a}, {b})"),
-                    Binary::Minimum => format!("etkv::minimum({a}, {b})"),
-                    _ => return None,
-                };
-                (text, common(first, second))
+                (binary_text(function, &a, &b)?, common(first, second))
             }
             Node::AsType(x, dtype) => (self.value(x, indices)?.0, dtype),
             Node::Concatenate([a, b], _) => return self.joined([a, b], indices),
@@ -208,12 +199,7 @@ fn common(a: Dtype, b: Dtype) -> Dtype {
 }
 
 fn cuda_name(dtype: Dtype) -> Option<&'static str> {
-    match dtype {
-        Dtype::Float32 => Some("float"),
-        Dtype::Float16 => Some("__half"),
-        Dtype::Bfloat16 => Some("__nv_bfloat16"),
-        _ => None,
-    }
+    element(dtype).map(|(name, _)| name)
 }
 
 fn unary_name(function: Unary) -> Option<&'static str> {
@@ -247,16 +233,20 @@ pub fn supports_unary(function: Unary) -> bool {
 
 /// As [`supports_unary`].
 pub fn supports_binary(function: Binary) -> bool {
-    matches!(
-        function,
-        Binary::Add
-            | Binary::Subtract
-            | Binary::Multiply
-            | Binary::Divide
-            | Binary::LogAddExp
-            | Binary::Maximum
-            | Binary::Minimum
-    )
+    binary_text(function, "", "").is_some()
+}
+
+fn binary_text(function: Binary, a: &str, b: &str) -> Option<String> {
+    Some(match function {
+        Binary::Add => format!("{a} + {b}"),
+        Binary::Subtract => format!("{a} - {b}"),
+        Binary::Multiply => format!("{a} * {b}"),
+        Binary::Divide => format!("{a} / {b}"),
+        Binary::LogAddExp => format!("etkv::log_add_exp({a}, {b})"),
+        Binary::Maximum => format!("etkv::maximum({a}, {b})"),
+        Binary::Minimum => format!("etkv::minimum({a}, {b})"),
+        _ => return None,
+    })
 }
 
 #[cfg(test)]
