@@ -125,9 +125,17 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
-    use rustix::fs::fstat;
+    use rustix::fs::{seek, SeekFrom};
 
     use super::*;
+
+    /// The first byte from `offset` on that is not in a hole. Other tests have bytes in the same file.
+    fn data_from(file: &OwnedFd, offset: u64) -> u64 {
+        match seek(file, SeekFrom::Data(offset)) {
+            Err(Errno::NXIO) => u64::MAX,
+            found => found.unwrap(),
+        }
+    }
 
     #[test]
     fn many_runs_are_in_one_file_and_go_with_their_last_reader() {
@@ -138,11 +146,15 @@ mod tests {
             (0..100).map(|_| writer.add(&bytes, 3 * page).unwrap().0).collect();
         let shared = Arc::clone(&runs[0].shared);
         assert!(runs.iter().all(|run| Arc::ptr_eq(&run.shared, &shared)));
-        let taken = || fstat(&shared.file).unwrap().st_blocks as usize * 512;
-        let before = taken();
-        assert!(before >= 300 * page);
+        let ranges: Vec<(u64, u64)> = runs.iter().map(|run| (run.start, run.len)).collect();
+        let reader = Arc::clone(&runs[40]);
         drop(runs);
-        // Other tests may have bytes in the same file.
-        assert!(taken() <= before - 300 * page, "{} of {before} bytes are taken", taken());
+        for &(start, len) in &ranges {
+            let data = data_from(&shared.file, start);
+            assert_eq!(data < start + len, start == reader.start, "data at {data} of {start}");
+        }
+        let start = reader.start;
+        drop(reader);
+        assert!(data_from(&shared.file, start) >= start + ranges[40].1);
     }
 }
