@@ -3,7 +3,7 @@
 use mlx_rs::{Array, ArrayElement, Dtype};
 
 use super::calls::{call, check};
-use super::{is_stream_on_gpu, on_gpu, Mlx};
+use super::{begin_epoch, is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
 /// Returns an array with elements of the host. If MLX allocated the array, it would move to an NVIDIA GPU page by
@@ -95,6 +95,8 @@ fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a 
     if n == 0 {
         return Ok(None);
     }
+    // MLX may move the elements to the host.
+    begin_epoch();
     #[cfg(target_os = "linux")]
     if on_gpu()? {
         let mut done = false;

@@ -17,6 +17,7 @@ mod shares;
 mod start;
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
 
 use mlx_rs::{Device, DeviceType, Stream};
@@ -42,6 +43,27 @@ static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
 thread_local! {
     /// The number of times that this thread holds `LOCK`.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// Whether this thread is inside [`Mlx::run_on`].
+    static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The number that [`epoch`] returns. It changes only while `LOCK` is held.
+static EPOCH: AtomicU64 = AtomicU64::new(0);
+
+/// Returns a number that changes whenever an existing array may have moved in memory, or been replaced in a cache:
+/// when work runs in MLX, when the host reads elements, and with [`hold`]. It does not change when a thread only
+/// [enters](enter), as a CUDA graph does that reads and writes arrays by their addresses.
+#[doc(hidden)]
+pub fn epoch(_held: &Mlx) -> u64 {
+    if HAS_STREAM.get() {
+        // The caller is in the middle of other work.
+        begin_epoch();
+    }
+    EPOCH.load(Ordering::Relaxed)
+}
+
+fn begin_epoch() {
+    EPOCH.fetch_add(1, Ordering::Relaxed);
 }
 
 /// The lock of MLX, held by this thread until dropped. A thread must hold this lock when it drops arrays, even if MLX
@@ -52,6 +74,12 @@ pub struct MlxLock {
 
 /// Waits until no other thread is in MLX, and locks it.
 pub fn hold() -> MlxLock {
+    let held = lock_mlx();
+    begin_epoch();
+    held
+}
+
+fn lock_mlx() -> MlxLock {
     let lock = LOCK.lock();
     DEPTH.set(DEPTH.get() + 1);
     MlxLock { _lock: lock }
@@ -74,6 +102,10 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
             (0..self.0).for_each(|_| std::mem::forget(LOCK.lock()));
             DEPTH.set(self.0);
         }
+    }
+    if HAS_STREAM.get() {
+        // The work so far may have moved arrays, and another thread now looks at the epoch.
+        begin_epoch();
     }
     let depth = DEPTH.replace(0);
     for _ in 0..depth {
@@ -107,7 +139,7 @@ pub struct Mlx {
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if `ETKV_DEVICE` is neither `cpu` nor `gpu`.
 /// - [`Backend`](crate::Status::Backend) if MLX cannot start.
 pub fn enter() -> Result<Mlx> {
-    let held = hold();
+    let held = lock_mlx();
     Ok(Mlx { runtime: runtime()?, _held: held })
 }
 
@@ -119,16 +151,15 @@ impl Mlx {
 
     /// Runs `work` on a stream that belongs to no thread, or on the stream of the enclosing call.
     pub fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
-        thread_local! {
-            static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
-        }
         /// Ends the outermost call on drop, even if `work` panics.
         struct OutermostCall;
         impl Drop for OutermostCall {
             fn drop(&mut self) {
                 HAS_STREAM.set(false);
+                begin_epoch();
             }
         }
+        begin_epoch();
         if HAS_STREAM.replace(true) {
             return work();
         }
@@ -307,6 +338,35 @@ mod tests {
         .unwrap();
         assert_eq!(DEPTH.get(), 0);
         other.join().unwrap();
+    }
+
+    #[test]
+    fn an_epoch_ends_when_arrays_may_have_moved() {
+        // Other tests do not run in MLX while this thread holds it.
+        let mut mlx = enter().unwrap();
+        let array = mlx.run(|| Array::from_slice(&[1.0f32, 2.0, 3.0], &[3]));
+        let mut last = epoch(&mlx);
+        let mut ends = |mlx: &Mlx| std::mem::replace(&mut last, epoch(mlx)) != epoch(mlx);
+        drop(enter().unwrap());
+        assert!(!ends(&mlx));
+        mlx.run(|| mlx.run(|| ()));
+        assert!(ends(&mlx));
+        drop(hold());
+        assert!(ends(&mlx));
+        elements::<f32>(&array).unwrap();
+        assert!(ends(&mlx));
+        // Another thread may look while this one waits in the middle of its work.
+        let around = epoch(&mlx);
+        mlx.run(|| {
+            let inside = epoch(&mlx);
+            give_way(|| assert_ne!(EPOCH.load(Ordering::Relaxed), inside));
+        });
+        assert_ne!(epoch(&mlx), around);
+        assert!(ends(&mlx));
+        let before = epoch(&mlx);
+        let _around = hold();
+        mlx.outside(|| ());
+        assert_eq!(epoch(&mlx), before + 1, "only `hold` begins an epoch here");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
@@ -21,6 +22,7 @@ use crate::mlx;
 /// The pools of all layers. A step on the store runs inside [`mlx::run`](crate::mlx::run). [`grow`](Store::grow) and
 /// calls between steps enter MLX themselves.
 pub struct MlxStore {
+    id: u64,
     pools: Vec<[Box<dyn Pool>; 2]>,
     sizes: Vec<StoreLayer>,
     /// The watched writes of the open step.
@@ -43,6 +45,11 @@ pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 pub struct FrozenPools(Vec<[(KvFormat, Vec<Piece>); 2]>);
 
 impl MlxStore {
+    /// Returns a number that no other store of this process has or had.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Returns the formats and the buffers of a layer's keys and values, with a buffer
     /// `[1, n_kv_heads, slots, width]` for each plane of the format. Returns `None` if slots are frozen. The buffers
     /// then lack these slots, so a kernel that reads buffers by address cannot use them.
@@ -191,7 +198,9 @@ impl Store for MlxStore {
                 pool_for(formats[1], layer.heads[1], layer.dims[1])?,
             ])
         });
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             pools: pools.collect::<error::Result<_>>()?,
             sizes: layers.to_vec(),
             finite: Finite::default(),

@@ -99,6 +99,43 @@ fn is_on_cpu() -> bool {
     !mlx::on_gpu().unwrap()
 }
 
+/// A CUDA graph keeps the addresses of buffers while the epoch of MLX is the same.
+#[test]
+fn only_steps_that_move_buffers_end_the_epoch_of_mlx() {
+    let data = |cache: &ContiguousCache| {
+        let [keys, _] = cache.store().unwrap().float_buffers(0).unwrap();
+        // SAFETY: the handle is live, and nothing is read.
+        unsafe { mlx_sys::mlx_array_data_uint8(keys.as_ptr()) }
+    };
+    let mut cache = cache(KvFormat::F32);
+    run(&mut cache, &[0, 1], 1);
+    // Other tests do not run in MLX while this thread holds it.
+    let mlx = mlx::enter().unwrap();
+    for position in 2..12 {
+        let before = (mlx::epoch(&mlx), data(&cache));
+        let mut step = Step::begin(&mut cache, &[position]).unwrap();
+        for layer in 0..LAYERS {
+            step.place(layer).unwrap().unwrap();
+        }
+        step.commit(&[]).unwrap();
+        let grows = [4, 8].contains(&position);
+        assert_eq!(mlx::epoch(&mlx) != before.0, grows, "position {position}");
+        assert_eq!(data(&cache) != before.1, grows, "position {position}");
+    }
+    let changes: [fn(&mut ContiguousCache); 3] = [
+        |cache| run(cache, &[12], 2),
+        |cache| cache.convert(KvFormat::F16, KvFormat::F16).unwrap(),
+        |cache| cache.clear(true).unwrap(),
+    ];
+    for change in changes {
+        let before = mlx::epoch(&mlx);
+        change(&mut cache);
+        assert_ne!(mlx::epoch(&mlx), before);
+    }
+    let other = self::cache(KvFormat::F32);
+    assert_ne!(cache.store().unwrap().id(), other.store().unwrap().id());
+}
+
 /// The step begins after the rewind. The rows that were rewound are gone, and the rows before them stay.
 #[test]
 fn a_step_after_a_rewind_keeps_earlier_rows() {

@@ -7,7 +7,8 @@
 //! MLX owns the memory, and MLX and the graph use a cache in turns. A captured step begins when MLX's writes
 //! to the cache's buffers are complete, and the cache is locked until the step ends. MLX moves an array when
 //! the host reads it, and allocates new arrays when a pool grows. So a step compares the current addresses
-//! with those of its graph, and captures the graph again if an address has changed.
+//! with those of its graph, and captures the graph again if an address has changed. It asks MLX for the
+//! addresses only if MLX has done other work since the last step, or the last step had another cache.
 //!
 //! The interpreter runs everything else: other programs, steps of more tokens, and formats that are neither
 //! the program's float dtype nor packed. Its results differ from those of captured steps only by the order of
@@ -21,7 +22,7 @@ mod recipe;
 mod rows;
 
 use std::borrow::Cow;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use etkv_core::KvFormat;
@@ -37,7 +38,7 @@ use self::plan::{Planner, StepAddresses};
 use self::recipe::Recipe;
 use self::rows::{planned_tokens, GroupMasks, Groups};
 use etkv::mlx::{self, Mlx};
-use etkv::{Error, MlxCache, Result, Status, Step};
+use etkv::{Error, MlxCache, MlxStore, Result, Status, Step};
 use etkv_mlx_program::ir::Graph as Program;
 use etkv_mlx_program::{
     dtype_name, item_size, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
@@ -107,9 +108,28 @@ struct State {
     /// Kinds that could not be captured, for example because long rows of many tokens do not fit shared
     /// memory.
     failed: Vec<Kind>,
+    last: Option<LastStep>,
+}
+
+/// What the next step may use again.
+struct LastStep {
+    /// The [id](MlxStore::id) of the cache's store. A cache's layer groups do not change.
+    store: u64,
+    /// The [epoch](mlx::epoch) in which the addresses were current.
+    epoch: u64,
+    addresses: Arc<StepAddresses>,
 }
 
 impl State {
+    /// Returns the layer groups of a cache, or `None` if there are more than a step supports.
+    fn groups(&self, cache: &MlxCache) -> Option<Arc<Groups>> {
+        let id = cache.store().map(|store| store.id());
+        match &self.last {
+            Some(last) if Some(last.store) == id => Some(Arc::clone(&last.addresses.groups)),
+            _ => Groups::of(&cache.config().layers).map(Arc::new),
+        }
+    }
+
     /// Returns whether steps of this number of tokens could not be captured. If the capture of a step without
     /// a mask fails, so does the capture of one with a mask.
     fn has_failed(&self, tokens: usize, masked: &GroupMasks) -> bool {
@@ -136,7 +156,7 @@ struct Kind {
 
 struct Graph {
     kind: Kind,
-    places: StepAddresses,
+    addresses: Arc<StepAddresses>,
     captured: CapturedStep,
 }
 
@@ -203,7 +223,7 @@ impl CapturedSteps {
             return Ok(Err("an id has no row of the table"));
         };
         let mut state = self.state.lock();
-        let Some(groups) = Groups::of(&cache.config().layers) else {
+        let Some(groups) = state.groups(cache) else {
             return Ok(Err("the layers have too many different policies"));
         };
         if state.has_failed(n, &groups.may_be_masked(false)) {
@@ -220,8 +240,8 @@ impl CapturedSteps {
         let Some(store) = step.store() else {
             return declined(step, "the cache has no buffers of its own");
         };
-        let places = match self.planner.places(store, constants, groups) {
-            Ok(places) => places,
+        let addresses = match self.addresses(&mut state, mlx, store, constants, groups) {
+            Ok(addresses) => addresses,
             Err(why) => return declined(step, why),
         };
         let inputs: SmallVec<[StepInputs; MAX_GROUPS]> = rows
@@ -244,7 +264,7 @@ impl CapturedSteps {
             copied: copied(wanted, n),
             chosen: wanted == RequestedOutputs::ArgmaxIds || is_watched,
         };
-        let Some(graph) = self.graph(&mut state, kind, places) else {
+        let Some(graph) = self.graph(&mut state, kind, addresses) else {
             return declined(step, "this kind could not be captured");
         };
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the planned
@@ -281,32 +301,56 @@ impl CapturedSteps {
         Ok(Ok(()))
     }
 
+    /// Returns the addresses of the arrays that a step reads or writes: those of the last step if they are
+    /// still current.
+    fn addresses(
+        &self,
+        state: &mut State,
+        mlx: &Mlx,
+        store: &MlxStore,
+        constants: &[Option<Array>],
+        groups: Arc<Groups>,
+    ) -> StepResult<Arc<StepAddresses>> {
+        let epoch = mlx::epoch(mlx);
+        match &state.last {
+            Some(last) if last.store == store.id() && last.epoch == epoch => {
+                Ok(Arc::clone(&last.addresses))
+            }
+            _ => {
+                let addresses = Arc::new(self.planner.addresses(store, constants, groups)?);
+                let store = store.id();
+                state.last = Some(LastStep { store, epoch, addresses: Arc::clone(&addresses) });
+                Ok(addresses)
+            }
+        }
+    }
+
     /// Returns the graph of a kind at these addresses. Captures it if there is none, or if the addresses have
     /// changed.
     fn graph<'a>(
         &self,
         state: &'a mut State,
         kind: Kind,
-        places: StepAddresses,
+        addresses: Arc<StepAddresses>,
     ) -> Option<&'a mut Graph> {
         if state.has_failed(kind.tokens, &kind.masked) {
             return None;
         }
         let found = state.graphs.iter().position(|graph| graph.kind == kind);
-        if let Some(found) = found.filter(|&found| state.graphs[found].places == places) {
+        if let Some(found) = found.filter(|&found| state.graphs[found].addresses == addresses) {
             return state.graphs.get_mut(found);
         }
         if let Some(found) = found {
             state.graphs.swap_remove(found);
         }
-        let plan = self.planner.plan(&self.recipe, &places, &kind);
+        let plan = self.planner.plan(&self.recipe, &addresses, &kind);
         let began = Instant::now();
         let made = device().map(|device| device.capture(&plan));
         let seconds = began.elapsed().as_secs_f32();
         debug!(target: TARGET, ?kind, seconds, "a step is captured");
         match made {
             Some(Ok(captured)) => {
-                state.graphs.push(Graph { kind, places, captured });
+                state.graphs.push(Graph { kind, addresses, captured });
                 state.graphs.last_mut()
             }
             Some(Err(error)) => {
@@ -331,11 +375,12 @@ impl StepExecutor for CapturedSteps {
     }
 
     fn suits(&self, cache: &MlxCache, tokens: usize) -> bool {
-        let Some(groups) = Groups::of(&cache.config().layers) else {
+        let state = self.state.lock();
+        let Some(groups) = state.groups(cache) else {
             return false;
         };
         let masked = groups.may_be_masked(cache.sequences().is_some());
-        self.takes(cache, tokens) && !self.state.lock().has_failed(tokens, &masked)
+        self.takes(cache, tokens) && !state.has_failed(tokens, &masked)
     }
 
     fn try_step(

@@ -5,6 +5,7 @@ mod norms;
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
@@ -58,7 +59,7 @@ pub struct Planner {
 pub struct StepAddresses {
     constants: Vec<u64>,
     pools: Vec<[Pool; 2]>,
-    groups: Groups,
+    pub groups: Arc<Groups>,
 }
 
 impl Planner {
@@ -189,11 +190,11 @@ impl Planner {
 
     /// Returns the current addresses, after MLX has computed the arrays, or the reason why the kernels cannot
     /// read them.
-    pub fn places(
+    pub fn addresses(
         &self,
         store: &MlxStore,
         constants: &[Option<Array>],
-        groups: Groups,
+        groups: Arc<Groups>,
     ) -> StepResult<StepAddresses> {
         if groups.of_layer().len() != self.layers.len() {
             return Err("the cache and the program differ in their number of layers");

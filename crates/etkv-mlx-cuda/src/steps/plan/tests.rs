@@ -14,9 +14,9 @@ const ROWS: i32 = 48;
 const COLUMNS: i32 = 128;
 
 /// The layer groups of layers with full history.
-fn groups(n_layers: usize) -> Groups {
+fn groups(n_layers: usize) -> Arc<Groups> {
     let layers = etkv_core::CacheConfig::uniform(n_layers.max(1), 1, 64, 32).layers;
-    Groups::of(&layers).unwrap()
+    Arc::new(Groups::of(&layers).unwrap())
 }
 
 fn kind(tokens: usize) -> Kind {
