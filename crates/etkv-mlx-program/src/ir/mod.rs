@@ -174,7 +174,7 @@ impl Chain {
 
 /// A program. Values `0..constants.len()` are its constants, followed by its tensor inputs, its buffers, and the
 /// results of instructions.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Graph {
     /// Constants, in the order of their values.
     pub constants: Vec<Constant>,

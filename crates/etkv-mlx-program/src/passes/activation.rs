@@ -153,9 +153,6 @@ mod tests {
                 shape: vec![Dim::UpTo(None)],
                 scalar_type: 6,
             }],
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
@@ -163,7 +160,7 @@ mod tests {
                 outputs: vec![Out::Tensor(Value(5 + n))],
             },
             n_values: 6 + n,
-            n_ints: 0,
+            ..Graph::default()
         }
     }
 

@@ -165,16 +165,12 @@ mod tests {
         let outputs = ops.last().map(|(_, out)| *out).into_iter().collect();
         Graph {
             constants: vec![constant(&[6, 6]), constant(&[8, 6]), constant(&[6])],
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: ops.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
                 outputs,
             },
             n_values: 40,
-            n_ints: 0,
+            ..Graph::default()
         }
     }
 

@@ -75,10 +75,6 @@ mod tests {
         let made = (3..).zip([choice, cosine]);
         Graph {
             constants: [flag, "beyond", "within"].map(constant).to_vec(),
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
@@ -86,7 +82,7 @@ mod tests {
                 outputs: vec![Out::Tensor(Value(4))],
             },
             n_values: 5,
-            n_ints: 0,
+            ..Graph::default()
         }
     }
 

@@ -68,11 +68,6 @@ mod tests {
 
     fn graph(instructions: Vec<(Op, Out)>, outputs: Vec<Out>) -> Graph {
         Graph {
-            constants: Vec::new(),
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: instructions
                     .into_iter()
@@ -82,6 +77,7 @@ mod tests {
             },
             n_values: 20,
             n_ints: 20,
+            ..Graph::default()
         }
     }
 

@@ -152,11 +152,6 @@ mod tests {
     fn fused(ops: Vec<(Op, u32)>, outputs: &[u32]) -> Vec<Instruction> {
         let tensor = |value: u32| Out::Tensor(Value(value));
         let mut graph = Graph {
-            constants: Vec::new(),
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: ops
                     .into_iter()
@@ -165,7 +160,7 @@ mod tests {
                 outputs: outputs.iter().copied().map(tensor).collect(),
             },
             n_values: 40,
-            n_ints: 0,
+            ..Graph::default()
         };
         let dtypes = HashMap::from([(Value(90), Dtype::Int32)]);
         fuse(&mut graph, &dtypes);

@@ -92,7 +92,6 @@ mod tests {
             }],
             init,
             init_targets,
-            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
@@ -100,7 +99,7 @@ mod tests {
                 outputs: vec![Out::Tensor(Value(3 + n))],
             },
             n_values: 4 + n,
-            n_ints: 0,
+            ..Graph::default()
         };
         fold(&mut graph);
         graph

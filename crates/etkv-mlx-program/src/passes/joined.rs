@@ -274,10 +274,6 @@ mod tests {
         let n_values = first + ops.len() as u32;
         Graph {
             constants,
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: (first..)
                     .zip(ops)
@@ -286,7 +282,7 @@ mod tests {
                 outputs: (first..n_values).map(|value| Out::Tensor(Value(value))).collect(),
             },
             n_values,
-            n_ints: 0,
+            ..Graph::default()
         }
     }
 

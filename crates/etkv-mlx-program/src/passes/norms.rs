@@ -140,13 +140,10 @@ mod tests {
         let outputs = instructions.last().map(|made| made.out).into_iter().collect();
         let mut graph = Graph {
             constants: constants.iter().map(constant).collect(),
-            inputs: Vec::new(),
-            init: Chain::default(),
             init_targets: vec![Value(0)],
-            buffers: Vec::new(),
             main: Chain { instructions, outputs },
             n_values: 40,
-            n_ints: 0,
+            ..Graph::default()
         };
         fuse(&mut graph, &constants);
         let out = |out: Out| out.tensors().next().map_or(0, |value| value.0);

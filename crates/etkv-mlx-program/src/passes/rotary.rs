@@ -224,12 +224,9 @@ mod tests {
                 input(2, &[any], 4),
                 input(3, &[Dim::Static(1), Dim::Static(2), any, Dim::Static(8)], 6),
             ],
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain { instructions: instructions.collect(), outputs: vec![Out::Tensor(v(21))] },
             n_values: 22,
-            n_ints: 0,
+            ..Graph::default()
         }
     }
 

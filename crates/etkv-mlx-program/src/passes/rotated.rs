@@ -163,17 +163,13 @@ mod tests {
             (attend, Out::Tensor(Value(11))),
         ];
         Graph {
-            constants: Vec::new(),
-            inputs: Vec::new(),
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: made.map(|(op, out)| Instruction { op, out }).into(),
                 outputs: vec![Out::Tensor(Value(11))],
             },
             n_values: 12,
             n_ints: 1,
+            ..Graph::default()
         }
     }
 

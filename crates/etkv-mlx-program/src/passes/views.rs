@@ -222,16 +222,12 @@ mod tests {
         let n = ops.len() as u32;
         let made = (1..).zip(ops);
         let mut graph = Graph {
-            constants: Vec::new(),
             inputs: vec![InputSpec::Tensor {
                 value: Value(0),
                 name: String::new(),
                 shape: vec![Dim::UpTo(None)],
                 scalar_type: 15,
             }],
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
@@ -240,6 +236,7 @@ mod tests {
             },
             n_values: n + 1,
             n_ints: 1,
+            ..Graph::default()
         };
         merge(&mut graph);
         let ops = graph.main.instructions.into_iter().map(|made| made.op).collect();

@@ -138,15 +138,13 @@ fn decoder() -> Graph {
             input(IDS, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
             input(POSITIONS, "positions", vec![Dim::UpTo(None)]),
         ],
-        init: Chain::default(),
-        init_targets: Vec::new(),
-        buffers: Vec::new(),
         main: Chain {
             instructions: made.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
             outputs: vec![tensor(46)],
         },
         n_values: 47,
         n_ints: 1,
+        ..Graph::default()
     }
 }
 

@@ -86,15 +86,13 @@ fn decoder() -> Graph {
             input(IDS, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
             input(POSITIONS, "positions", vec![Dim::UpTo(None)]),
         ],
-        init: Chain::default(),
-        init_targets: Vec::new(),
-        buffers: Vec::new(),
         main: Chain {
             instructions: made.map(|(op, out)| Instruction { op, out }).into(),
             outputs: vec![tensor(19)],
         },
         n_values: 20,
         n_ints: 1,
+        ..Graph::default()
     }
 }
 

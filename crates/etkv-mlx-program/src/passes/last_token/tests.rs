@@ -33,12 +33,10 @@ pub fn graph(ops: Vec<Op>) -> Graph {
             shape: vec![Dim::Static(1), Dim::UpTo(None)],
             scalar_type: 4,
         }],
-        init: Chain::default(),
-        init_targets: Vec::new(),
-        buffers: Vec::new(),
         main: Chain { instructions, outputs: vec![Out::Tensor(Value(n_values - 1))] },
         n_values,
         n_ints: 1,
+        ..Graph::default()
     }
 }
 
