@@ -224,7 +224,7 @@ fn what_is_refused_changes_nothing() {
         // Queries at the edge of a window do not see all rows that were read.
         let error = layers[N_LAYERS - 1].update_and_fetch(five.clone(), five.clone()).unwrap_err();
         assert_eq!(error.status(), Status::Unsupported, "{error}");
-        assert!(error.message().contains("5 queries from position 0 of layer 2"), "{error}");
+        assert!(error.message().contains("5 queries of layer 2 from position 0"), "{error}");
         assert_eq!(cache.lock()?.length(), 0);
         assert_eq!(layers[0].offset(), 0);
 
