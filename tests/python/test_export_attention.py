@@ -104,6 +104,21 @@ def test_masks_other_than_causal_ones_and_windows():
     )
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_without_positions(window):
+    assert _error("mistral", sliding_window=window) == (
+        f"model: its sliding window is {window}, so no token would see itself; for a model without a window, set "
+        "sliding_window in config.json to null"
+    )
+
+
+def test_softcaps_of_zero():
+    assert _error("gemma2", attn_logit_softcapping=0.0) == (
+        "model.layers.0.self_attn: its attention has a softcap of 0.0; for a model without a softcap, set "
+        "attn_logit_softcapping in config.json to null"
+    )
+
+
 def test_layers_with_chunks():
     found = _survey("llama4_text")
     assert (found.windows, found.chunks) == ([0, 0], [24, 24])

@@ -231,12 +231,21 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
 
 def _window(mask_function: Any) -> int | None:
-    """Return the window of a mask function of transformers; 0 for the causal mask, None for other masks."""
+    """Return the window of a mask function of transformers; 0 for the causal mask, None for other masks.
+
+    Raises :class:`ValueError` for a window without positions.
+    """
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
         return 0
-    return _of_overlay(mask_function, sliding_window_overlay(1))
+    window = _of_overlay(mask_function, sliding_window_overlay(1))
+    if window is not None and window < 1:
+        raise ValueError(
+            f"its sliding window is {window}, so no token would see itself; for a model without a window, set "
+            "sliding_window in config.json to null"
+        )
+    return window
 
 
 def _chunk(mask_function: Any) -> int | None:
@@ -286,7 +295,7 @@ def _attend(
         query = latent.query(module, query)
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError("it computes a mask for its attention, which the KV cache op lacks")
-    sinks, softcap = _sinks(arguments, query), float(arguments.get("softcap") or 0.0)
+    sinks, softcap = _sinks(arguments, query), _softcap(arguments)
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is not None:
         mask = attention_mask if isinstance(attention_mask, _CausalMask) else _CausalMask()
@@ -327,6 +336,17 @@ def _sinks(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | Non
         )
     sinks: torch.Tensor = given[0]
     return sinks
+
+
+def _softcap(arguments: dict[str, Any]) -> float:
+    """Return the softcap of a layer; 0 for none. Raises :class:`ValueError` for a number that is no softcap."""
+    softcap = arguments.get("softcap")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(
+            f"its attention has a softcap of {softcap}; for a model without a softcap, set attn_logit_softcapping in "
+            "config.json to null"
+        )
+    return float(softcap or 0.0)
 
 
 def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
