@@ -16,7 +16,18 @@ import reference
 import tiny_families
 from etkv import op
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, _import_tools, check, cpu, export_program, limits, lowering, recurrent, rope
+from etkv.export import (
+    ExportRequest,
+    _import_tools,
+    check,
+    cpu,
+    export_program,
+    layers,
+    limits,
+    lowering,
+    recurrent,
+    rope,
+)
 from etkv.export.scratch import Scratch
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
@@ -167,6 +178,13 @@ def test_states_without_ops_are_refused(family, backend):
     words = f"model family '{family}' has layers of kind '{kind}'; the exporter supports attention to all earlier"
     with pytest.raises(EtkvError, match=words):
         limits.settle(SimpleNamespace(backend=backend), config)
+
+
+def test_layers_without_a_cache_need_no_recurrent_layers(tmp_path):
+    """The last layers of a model, which become a draft, may have no state although earlier layers have one."""
+    config = tiny_families.config("nemotron_h", layers_block_type=["linear_attention", "mlp", "full_attention", "moe"])
+    settled = limits.settle(ExportRequest(tmp_path, tmp_path / "x.pte"), layers.last(config, 3))
+    assert settled.max_context == 256
 
 
 def test_softplus_and_sums_on_xnnpack(tmp_path):

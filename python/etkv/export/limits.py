@@ -26,7 +26,7 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """The kinds of attention layers that the KV cache op supports, by their names in configurations."""
 
 _WITHOUT_CACHE = ("mlp", "moe")
-"""The kinds of layers without attention and without a state, in models with recurrent layers."""
+"""The kinds of layers without attention and without a state, in families whose other layers may be recurrent."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
     """Raise :class:`EtkvError` for a configuration with kinds of layers that no op of the backend supports."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     state = next((kind for kind in kinds if kind in recurrent.KINDS), None)
-    served = _KINDS if state is None else (*_KINDS, *recurrent.KINDS, *_WITHOUT_CACHE)
-    other = next((kind for kind in kinds if kind not in served), None)
+    other = next((kind for kind in kinds if kind not in (*_KINDS, *recurrent.KINDS, *_WITHOUT_CACHE)), None)
     if other is None and state is not None and not recurrent.is_supported(config):
         other = state
     if other is not None:
