@@ -408,6 +408,27 @@ def test_unreadable_configuration(tiny, tmp_path):
     assert "cannot be read" in _error(model, _folder(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_bias": None}, "Validation error for field 'attention_bias': TypeError: Field 'attention_bias' "),
+        ({"num_attention_heads": 3}, "Class validation error for validator 'validate_architecture': ValueError: The "),
+        ({"rope_parameters": {"rope_type": "linear"}}, "it lacks "),
+    ],
+)
+def test_a_refused_configuration_has_the_reason(tiny, tmp_path, changes, reason):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    _change(model, changes)
+    said = _error(model, _folder(tmp_path / "out"))
+    assert said.startswith(f"the configuration of {model} cannot be read: {reason}")
+
+
+def test_a_configuration_that_asks_for_tuples(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    _change(model, {"return_dict": False})
+    export_program(ExportRequest(model, _folder(tmp_path / "out") / "model.pte", backend="cpu"))
+
+
 def test_truncated_weights(tiny, tmp_path):
     model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     weights = (model / "model.safetensors").read_bytes()
@@ -437,6 +458,11 @@ def test_missing_tokenizer(tiny, tmp_path):
 def _folder(path):
     path.mkdir()
     return path
+
+
+def _change(model, changes):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_an_undelegated_operator_is_named(monkeypatch):

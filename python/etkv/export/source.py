@@ -85,10 +85,31 @@ def read_config(source: Source) -> PreTrainedConfig:
     except EtkvError:
         raise
     except Exception as error:
-        raise EtkvError(f"the configuration of {source.path} cannot be read: {first_line(error)}") from error
+        raise EtkvError(f"the configuration of {source.path} cannot be read: {_why_invalid(error)}") from error
+    _name_outputs(config)
     if type(text_part.config(config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise EtkvError(f"model family {config.model_type!r} of {source.path} is not a causal language model")
     return config
+
+
+def _why_invalid(error: Exception) -> str:
+    """Return the reason why transformers refuses a configuration, in one line.
+
+    Messages of its validators name the field or the validator in one line, and the reason in the next.
+    """
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+
+
+def _name_outputs(config: PreTrainedConfig) -> None:
+    """Let the models of ``config`` return outputs by name, even if the configuration asks for tuples."""
+    config.return_dict = True
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _name_outputs(part)
 
 
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
