@@ -107,9 +107,11 @@ def test_masks_other_than_causal_ones_and_windows():
 @pytest.mark.parametrize("window", [0, -1])
 def test_windows_without_positions(window):
     assert _error("mistral", sliding_window=window) == (
-        f"model: its sliding window is {window}, so no token would see itself; for a model without a window, set "
-        "sliding_window in config.json to null"
+        f"model.layers.0.self_attn: its sliding window is {window}, so no token would see itself; for a model "
+        "without a window, set sliding_window in config.json to null"
     )
+    # Qwen2-MoE creates a mask with a window of 0, and does not use it.
+    assert _survey("qwen2_moe").windows == [0, 0]
 
 
 def test_softcaps_of_zero():

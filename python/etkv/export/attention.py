@@ -75,10 +75,15 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Replaces a mask in a survey. ``window`` and ``chunk`` count positions; 0 in both is the causal mask."""
+    """Replaces a mask in a survey. ``window`` and ``chunk`` count positions; 0 in both is the causal mask.
+
+    ``is_empty`` is set for a window of 0 or less, in which no token sees itself. A model may create such a mask and not
+    use it.
+    """
 
     window: int = 0
     chunk: int = 0
+    is_empty: bool = False
 
     def __str__(self) -> str:
         """Return a description of the mask, for messages."""
@@ -217,13 +222,14 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
     Raises :class:`ValueError` for masks other than a causal mask, a sliding window and chunks.
     """
     import torch
+    from transformers.masking_utils import causal_mask_function
 
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is None:
         return None
     if not use_vmap:
         if (window := _window(mask_function)) is not None:
-            return _CausalMask(window=window)
+            return _CausalMask(window=window, is_empty=window < 1 and mask_function is not causal_mask_function)
         if (chunk := _chunk(mask_function)) is not None:
             return _CausalMask(chunk=chunk)
     name = getattr(mask_function, "__qualname__", "?").split(".")[0]
@@ -231,21 +237,12 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
 
 def _window(mask_function: Any) -> int | None:
-    """Return the window of a mask function of transformers; 0 for the causal mask, None for other masks.
-
-    Raises :class:`ValueError` for a window without positions.
-    """
+    """Return the window of a mask function of transformers; 0 for the causal mask, None for other masks."""
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
         return 0
-    window = _of_overlay(mask_function, sliding_window_overlay(1))
-    if window is not None and window < 1:
-        raise ValueError(
-            f"its sliding window is {window}, so no token would see itself; for a model without a window, set "
-            "sliding_window in config.json to null"
-        )
-    return window
+    return _of_overlay(mask_function, sliding_window_overlay(1))
 
 
 def _chunk(mask_function: Any) -> int | None:
@@ -375,6 +372,11 @@ def _note(
     """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all calls of the module."""
     if query.shape[2] != key.shape[2]:
         raise ValueError("in a step, its queries and its keys belong to different tokens")
+    if mask.is_empty:
+        raise ValueError(
+            f"its sliding window is {mask.window}, so no token would see itself; for a model without a window, set "
+            "sliding_window in config.json to null"
+        )
     if declared and declared != mask.window:
         raise ValueError(f"its attention has a window of {declared}, but its mask has {mask}")
     earlier = found.modules.get(module)
