@@ -108,6 +108,7 @@
 #include "etkv/forwards.h"
 #include "etkv/generation.h"
 #include "etkv/memory.h"
+#include "etkv/metadata.h"
 #include "etkv/prefix.h"
 #include "etkv/saving.h"
 #include "etkv/seq.h"

@@ -16,7 +16,7 @@ extern "C" {
 /**
  * The version of the interface in this header. It grows with every addition.
  */
-#define ETKV_ABI_VERSION 16
+#define ETKV_ABI_VERSION 17
 
 /**
  * Returns the version of the interface in the linked library. It must be at

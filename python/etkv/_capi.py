@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, overload
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """The minimum ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1

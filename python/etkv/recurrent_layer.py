@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from etkv.errors import EtkvError
 
 KINDS = ("convolution", "recurrence")
 """The kinds of recurrent layers. In the metadata of a program, the number of a kind is its index here plus 1."""
 
 BLOCK = 64
 """Anchors and checkpoints lie at multiples of this many positions."""
-
-N_FACTS = 8
-"""Integers for each layer in the metadata: the kind, and the fields of :class:`RecurrentLayer` in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,24 +39,9 @@ class RecurrentLayer:
         return hash(tuple(self.facts()))
 
     def facts(self) -> list[int]:
-        """Return the integers that describe the layer in the metadata."""
+        """Return the 8 integers that describe the layer in the metadata: the kind, and the fields in order."""
         sizes = (self.channels, self.width, self.k_heads, self.heads, self.k_dim, self.v_dim)
         return [KINDS.index(self.kind) + 1, *sizes, int(self.channel_decay)]
-
-    @staticmethod
-    def of_facts(facts: Sequence[int], name: str) -> RecurrentLayer:
-        """Return the layer that ``facts`` of the metadata describe. Raises :class:`EtkvError` if they are not valid.
-
-        ``name`` is the layer's name in messages.
-        """
-        kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay = facts
-        of_convolution, of_recurrence = (channels, width), (k_heads, heads, k_dim, v_dim)
-        if kind == 1 and all(of_convolution) and not any((*of_recurrence, channel_decay)):
-            return Convolution(channels, width)
-        is_recurrence = kind == 2 and all(of_recurrence) and not any(of_convolution) and channel_decay in (0, 1)
-        if is_recurrence and heads % k_heads == 0:
-            return Recurrence(k_heads, heads, k_dim, v_dim, channel_decay=bool(channel_decay))
-        raise EtkvError(f"{name} is {list(facts)}, which describes no recurrent layer")
 
 
 class Convolution(RecurrentLayer):

@@ -245,7 +245,7 @@ static void estimates(void) {
       .struct_size = sizeof(memory), .layers = layers, .n_layers = LAYERS}; \
   memory.field = (value);                                                   \
   CHECK_REFUSED(etkv_cache_memory(cache, &memory, error), INVALID, words)
-  CHECK_ROOM(n_layers, LAYERS + 1, "n_layers is 3");
+  CHECK_ROOM(n_layers, LAYERS + 1, "layers has room for 3, there are 2");
   CHECK_ROOM(n_layers, 0, "room for 0");
   CHECK_ROOM(layers, NULL, "layers is NULL");
   CHECK_ROOM(layers->struct_size, 39, "layers.struct_size is");

@@ -177,7 +177,7 @@ static void estimates(void) {
   CHECK_REFUSED(
       etkv_cache_memory(cache, &memory, error),
       INVALID,
-      "memory.n_recurrent_layers is 3, the cache has 2");
+      "memory.recurrent_layers has room for 3, there are 2");
   memory.n_recurrent_layers = 0;
   CHECK_REFUSED(
       etkv_cache_memory(cache, &memory, error),

@@ -26,6 +26,7 @@ SYSTEM = {
 # Valid arguments by parameter name; others are "text", and 1 or 0. No path below /dev/null exists.
 TEXTS = {"backend_id": "MLXBackend", "kind": "tree", "path": "/dev/null/file", "folder": "/dev/null/folder"}
 TEXTS |= {"format": "f32", "k_format": "f32", "v_format": "f32", "filter": "off", "logits": "all", "passes": "none"}
+TEXTS |= {"constants": r"{\"get_n_caches\":1,\"get_kv_heads\":1,\"get_head_dims\":8,\"get_windows\":0}"}
 NUMBERS = {"head_dim": "8", "target": "1", "end": "1"}
 
 # Types of handles that need a program or rows. This test has neither.

@@ -22,14 +22,14 @@ NEITHER = ["-fno-exceptions", "-fno-rtti"]
 MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 
 # Headers that need ExecuTorch or MLX, and therefore exceptions and a newer standard.
-OF_HOSTS = {"executorch.hpp", "backend_id.hpp", *MLX}
+OF_HOSTS = {"backend_id.hpp", *MLX}
 
 
 def standards(header: str) -> list[tuple[str, list[str]]]:
     """The ways to compile a header: a C header as C and C++, a C++ header without exceptions and RTTI."""
     if header in MLX:
         return [("C++20", CPP20)]
-    if header in OF_HOSTS:
+    if header in OF_HOSTS or header.startswith("executorch"):
         return [("C++17", CPP17)]
     if header.endswith(".h"):
         return [("C11", C), ("C++17", CPP17), ("C++20", CPP20)]

@@ -257,18 +257,18 @@ void of_recurrent_layers() {
   facts.set("kv_cache.recurrent_layers", 8);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers, expected 8");
   facts.set("kv_cache.recurrent_layers", std::vector<float>(8));
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is not one integer");
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers");
   using List = std::vector<int64_t>;
   for (const auto& [list, words] : std::vector<std::pair<List, const char*>>{
            {{1, 160, 4}, "has 3 integers, expected 8 for each of 1 to 65536"},
            {{1, 160, 4, 0, 0, 0, 0, 0, 1}, "has 9 integers"},
-           {{3, 160, 4, 0, 0, 0, 0, 0}, "is [3, 160, 4, 0, 0, 0, 0, 0], which"},
-           {{1, 160, 0, 0, 0, 0, 0, 0}, "describes no recurrent layer"},
-           {{1, 160, 4, 0, 0, 0, 0, 1}, "describes no recurrent layer"},
+           {{3, 160, 4, 0, 0, 0, 0, 0}, "kind is 3, expected 1 or 2"},
+           {{1, 160, 0, 0, 0, 0, 0, 0}, "width is 0, the minimum is 1"},
+           {{1, 160, 4, 0, 0, 0, 0, 1}, "channel_decay is 1, expected 0"},
            {{2, 0, 0, 3, 4, 16, 24, 0}, "layer 0 of `kv_cache.recurrent_la"},
-           {{2, 0, 0, 2, 4, 16, 24, 2}, "describes no recurrent layer"},
-           {{2, 0, 1, 2, 4, 16, 24, 0}, "describes no recurrent layer"},
-           {{2, 0, 0, 0, 4, 16, 24, 0}, "describes no recurrent layer"},
+           {{2, 0, 0, 2, 4, 16, 24, 2}, "channel_decay is 2, expected 0 or 1"},
+           {{2, 0, 1, 2, 4, 16, 24, 0}, "width is 1, expected 0"},
+           {{2, 0, 0, 0, 4, 16, 24, 0}, "k_heads is 0, the minimum is 1"},
            {{2, 0, 0, 2, 4, 16, -24, 0}, "has -24, which is not a 32-bit"}}) {
     facts.set("kv_cache.recurrent_layers", list);
     CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, words);
@@ -405,14 +405,16 @@ void default_formats() {
   auto facts = versioned();
   facts.set("kv_cache.dtype", 1);
   CHECK_REFUSED(
-      facts.read(), ETKV_ERROR_PROGRAM, "`kv_cache.dtype` is not a string");
-  std::string word = "float32";
+      facts.read(),
+      ETKV_ERROR_PROGRAM,
+      "`kv_cache.dtype` is 1, expected f32, f16 or bf16");
+  std::string word = "\"f32\xff";
   ::executorch::aten::ArrayRef<char> view(word.data(), word.size());
   facts.values.insert_or_assign("kv_cache.dtype", EValue(&view));
   CHECK_REFUSED(
       facts.read(),
       ETKV_ERROR_PROGRAM,
-      "`kv_cache.dtype` is `float32`, expected f32, f16 or bf16");
+      "`kv_cache.dtype` is \"?f32?\", expected f32, f16 or bf16");
 }
 
 /// The memory of a session can be estimated before the session is made.

@@ -145,7 +145,7 @@ def test_dtypes(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "", 1, None, "x" * 1000])
 def test_invalid_dtypes(dtype):
-    with pytest.raises(EtkvError, match=r"`kv_cache\.dtype` is .{0,40}, expected one of f32, f16, bf16"):
+    with pytest.raises(EtkvError, match=r"`kv_cache\.dtype` is .{0,40}, expected f32, f16 or bf16"):
         read_kv_cache_metadata({**versioned(), "kv_cache.dtype": dtype})
     if dtype is not None:
         with pytest.raises(EtkvError, match="`dtype` is"):

@@ -52,7 +52,6 @@ def test_layers_are_their_facts():
     assert CONVOLUTION != RECURRENCE
     assert len({CONVOLUTION, RecurrentLayer("convolution", 160, 4), RECURRENCE}) == 2
     assert eval(repr([CONVOLUTION, RECURRENCE])) == [CONVOLUTION, RECURRENCE]
-    assert isinstance(RecurrentLayer.of_facts(RECURRENCE.facts(), "layer"), Recurrence)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -59,15 +59,15 @@ def test_version_1_has_no_recurrent_layers():
 
 
 BAD = {
-    "another kind": ([3, 160, 4, 0, 0, 0, 0, 0], "layer 0 of `kv_cache.recurrent_layers` is .* no recurrent layer"),
-    "no width": ([1, 160, 0, 0, 0, 0, 0, 0], "describes no recurrent layer"),
-    "a convolution of heads": ([1, 160, 4, 1, 0, 0, 0, 0], "describes no recurrent layer"),
-    "heads that do not share": ([2, 0, 0, 3, 4, 16, 16, 0], "describes no recurrent layer"),
-    "another decay": ([2, 0, 0, 2, 4, 16, 16, 2], "describes no recurrent layer"),
-    "half a layer": ([1, 160, 4, 0], "is 0, expected 1 to 65536"),
-    "a layer and a half": ([1, 160, 4, 0, 0, 0, 0, 0, 1, 160, 4], "has 11 integers, expected 8 for each layer"),
-    "below 0": ([1, -160, 4, 0, 0, 0, 0, 0], "not a 32-bit count"),
-    "a number": (7, "is 0, expected 1 to 65536"),
+    "another kind": ([3, 160, 4, 0, 0, 0, 0, 0], "layer 0 of `kv_cache.recurrent_layers`: kind is 3, expected 1 or 2"),
+    "no width": ([1, 160, 0, 0, 0, 0, 0, 0], "width is 0, the minimum is 1"),
+    "a convolution of heads": ([1, 160, 4, 1, 0, 0, 0, 0], "k_heads is 1, expected 0 for a convolution"),
+    "heads that do not share": ([2, 0, 0, 3, 4, 16, 16, 0], "expected heads to be a multiple of k_heads, got 4 and 3"),
+    "another decay": ([2, 0, 0, 2, 4, 16, 16, 2], "channel_decay is 2, expected 0 or 1"),
+    "half a layer": ([1, 160, 4, 0], "has 4 integers, expected 8 for each of 1 to 65536 layers"),
+    "a layer and a half": ([1, 160, 4, 0, 0, 0, 0, 0, 1, 160, 4], "has 11 integers, expected 8 for each"),
+    "below 0": ([1, -160, 4, 0, 0, 0, 0, 0], "has -160, which is not a 32-bit count"),
+    "a number": (7, "has 0 integers, expected 8 for each"),
 }
 
 

@@ -15,15 +15,15 @@ use super::memory::{etkv_memory, fill_memory};
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct etkv_layer_config {
-    struct_size: usize,
-    n_kv_heads: i32,
-    k_head_dim: i32,
-    v_head_dim: i32,
-    window: i32,
-    sinks: i32,
-    dtype: i32,
-    values_in_keys: i32,
-    chunk: i32,
+    pub(super) struct_size: usize,
+    pub(super) n_kv_heads: i32,
+    pub(super) k_head_dim: i32,
+    pub(super) v_head_dim: i32,
+    pub(super) window: i32,
+    pub(super) sinks: i32,
+    pub(super) dtype: i32,
+    pub(super) values_in_keys: i32,
+    pub(super) chunk: i32,
 }
 
 /// The size of the struct before it had `values_in_keys`.
@@ -34,15 +34,9 @@ const WITHOUT_VALUES_IN_KEYS: usize = std::mem::offset_of!(etkv_layer_config, va
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct etkv_recurrent_layer_config {
-    struct_size: usize,
-    kind: i32,
-    channels: i32,
-    width: i32,
-    k_heads: i32,
-    heads: i32,
-    k_dim: i32,
-    v_dim: i32,
-    channel_decay: i32,
+    pub(super) struct_size: usize,
+    /// The fields from `kind` to `channel_decay`.
+    pub(super) fields: [i32; RecurrentLayer::N_FIELDS],
 }
 
 /// The config of a cache; see the header.
@@ -192,11 +186,9 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
         };
         Ok(CacheConfig {
             layers,
-            recurrent_layers: read_layers(
-                &recurrent_layers,
-                "recurrent layer",
-                read_recurrent_layer,
-            )?,
+            recurrent_layers: read_layers(&recurrent_layers, "recurrent layer", |layer| {
+                RecurrentLayer::from_fields(layer.fields)
+            })?,
             anchors: match config.anchors {
                 0 => CacheConfig::DEFAULT_ANCHORS,
                 anchors => anchors,
@@ -234,7 +226,7 @@ unsafe fn raw_list<T: Copy>(
     least: usize,
     names: [&str; 2],
 ) -> Result<Vec<T>> {
-    const MAX_LAYERS: usize = 65_536;
+    const MAX_LAYERS: usize = CacheConfig::MAX_LAYERS as usize;
     let [list, one] = names;
     if n > MAX_LAYERS {
         fail!(InvalidArgument, "n_{list} is {n}, the maximum is {MAX_LAYERS}");
@@ -272,43 +264,6 @@ fn read_layers<Raw, Layer>(
 ) -> Result<Vec<Layer>> {
     let read_one = |(id, layer)| read(layer).map_err(|error| error.at(format_args!("{name} {id}")));
     layers.iter().enumerate().map(read_one).collect()
-}
-
-fn read_recurrent_layer(layer: &etkv_recurrent_layer_config) -> Result<RecurrentLayer> {
-    let &etkv_recurrent_layer_config { channels, width, k_heads, heads, k_dim, v_dim, .. } = layer;
-    let channel_decay = layer.channel_decay;
-    let of_convolution = [("channels", channels), ("width", width)];
-    let of_recurrence = [
-        ("k_heads", k_heads),
-        ("heads", heads),
-        ("k_dim", k_dim),
-        ("v_dim", v_dim),
-        ("channel_decay", channel_decay),
-    ];
-    match layer.kind {
-        1 => {
-            refuse_others(&of_recurrence, "convolution")?;
-            Ok(RecurrentLayer::Convolution { channels, width })
-        }
-        2 => {
-            refuse_others(&of_convolution, "recurrence")?;
-            let channel_decay = match channel_decay {
-                0 => false,
-                1 => true,
-                other => fail!(InvalidArgument, "channel_decay is {other}, expected 0 or 1"),
-            };
-            Ok(RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay })
-        }
-        other => fail!(InvalidArgument, "kind is {other}, expected 1 or 2"),
-    }
-}
-
-/// Refuses a layer that also has sizes of the other kind.
-fn refuse_others(others: &[(&str, i32)], kind: &str) -> Result<()> {
-    if let Some((name, value)) = others.iter().find(|&&(_, value)| value != 0) {
-        fail!(InvalidArgument, "{name} is {value}, expected 0 for a {kind}");
-    }
-    Ok(())
 }
 
 fn checkpoints(checkpoints: i32) -> Result<i32> {
@@ -353,14 +308,15 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
     })
 }
 
+/// The dtypes in the order of `etkv_dtype`.
+pub(super) const DTYPES: [Option<KvFormat>; 4] =
+    [None, Some(KvFormat::F32), Some(KvFormat::F16), Some(KvFormat::Bf16)];
+
 /// Returns the dtype that a layer computes keys and values in, as a format; `None` if it is unknown.
 fn dtype(layer: &etkv_layer_config) -> Result<Option<KvFormat>> {
-    match layer.dtype {
-        0 => Ok(None),
-        1 => Ok(Some(KvFormat::F32)),
-        2 => Ok(Some(KvFormat::F16)),
-        3 => Ok(Some(KvFormat::Bf16)),
-        other => fail!(InvalidArgument, "dtype is {other}, expected 0 to 3"),
+    match usize::try_from(layer.dtype).ok().and_then(|at| DTYPES.get(at)) {
+        Some(&dtype) => Ok(dtype),
+        None => fail!(InvalidArgument, "dtype is {}, expected 0 to 3", layer.dtype),
     }
 }
 

@@ -23,6 +23,7 @@ mod kinds;
 mod lifetimes;
 mod log;
 mod memory;
+mod metadata;
 mod prefix;
 mod prefix_cache;
 mod prefix_store;

@@ -83,12 +83,12 @@ pub(super) unsafe fn fill_memory(
     // Both are checked before either is written.
     // SAFETY: the caller keeps the contract above.
     unsafe {
-        let size = room(filled.layers, filled.n_layers, found.layers.len(), "layers")?;
+        let size = room(filled.layers, filled.n_layers, found.layers.len(), "memory.layers")?;
         let recurrent_size = room(
             filled.recurrent_layers,
             filled.n_recurrent_layers,
             found.recurrent_layers.len(),
-            "recurrent_layers",
+            "memory.recurrent_layers",
         )?;
         fill_layers(filled.layers, size, &found.layers, layer);
         fill_layers(
@@ -111,7 +111,7 @@ pub(super) unsafe fn fill_memory(
 ///
 /// # Safety
 /// `layers` is NULL or points to `room` structs as the header says.
-unsafe fn room<T: Copy>(
+pub(super) unsafe fn room<T: Copy>(
     layers: *mut T,
     room: usize,
     n: usize,
@@ -119,17 +119,17 @@ unsafe fn room<T: Copy>(
 ) -> Result<Option<usize>> {
     if room == 0 {
         if !layers.is_null() && n > 0 {
-            fail!(InvalidArgument, "memory.{name} has room for 0, there are {n}");
+            fail!(InvalidArgument, "{name} has room for 0, there are {n}");
         }
         return Ok(None);
     }
-    out(layers, &format!("memory.{name}"))?;
+    out(layers, name)?;
     if room != n {
-        fail!(InvalidArgument, "memory.n_{name} is {room}, the cache has {n}");
+        fail!(InvalidArgument, "{name} has room for {room}, there are {n}");
     }
     // SAFETY: the caller guarantees that the struct begins with its size.
     unsafe {
-        read_struct(layers, &format!("memory.{name}"))?;
+        read_struct(layers, name)?;
         Ok(Some(layers.cast::<usize>().read()))
     }
 }
@@ -138,7 +138,7 @@ unsafe fn room<T: Copy>(
 ///
 /// # Safety
 /// `layers` points to a struct for each of `found`, if there is a size.
-unsafe fn fill_layers<T, Layer>(
+pub(super) unsafe fn fill_layers<T, Layer>(
     layers: *mut T,
     size: Option<usize>,
     found: &[Layer],

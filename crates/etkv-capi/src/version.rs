@@ -5,7 +5,7 @@ use std::ffi::c_char;
 /// Returns the version of the interface of this library.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
-    16
+    17
 }
 
 /// Returns the library's version.

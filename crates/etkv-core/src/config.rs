@@ -127,6 +127,9 @@ impl CacheConfig {
     /// The default of `max_step_tokens`.
     pub const DEFAULT_MAX_STEP_TOKENS: i32 = 512;
 
+    /// The maximum number of layers of either sort. A program that reports more is damaged.
+    pub const MAX_LAYERS: i32 = 65_536;
+
     /// The default of `anchors`.
     pub const DEFAULT_ANCHORS: i32 = 2;
 

@@ -37,6 +37,52 @@ pub enum RecurrentLayer {
 }
 
 impl RecurrentLayer {
+    /// The number of integers that describe a layer.
+    pub const N_FIELDS: usize = 8;
+
+    /// Returns the layer of this kind, 1 or 2, with these `channels`, `width`, `k_heads`, `heads`, `k_dim`, `v_dim` and
+    /// `channel_decay`. [`Self::validate`] checks the sizes.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for another kind, and for a size of the other kind.
+    pub fn from_fields(fields: [i32; Self::N_FIELDS]) -> Result<Self> {
+        let [kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay] = fields;
+        let of_convolution = [("channels", channels), ("width", width)];
+        let of_recurrence = [
+            ("k_heads", k_heads),
+            ("heads", heads),
+            ("k_dim", k_dim),
+            ("v_dim", v_dim),
+            ("channel_decay", channel_decay),
+        ];
+        match kind {
+            1 => {
+                refuse_others(&of_recurrence, "convolution")?;
+                Ok(Self::Convolution { channels, width })
+            }
+            2 => {
+                refuse_others(&of_convolution, "recurrence")?;
+                let channel_decay = match channel_decay {
+                    0 => false,
+                    1 => true,
+                    other => fail!(InvalidArgument, "channel_decay is {other}, expected 0 or 1"),
+                };
+                Ok(Self::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay })
+            }
+            other => fail!(InvalidArgument, "kind is {other}, expected 1 or 2"),
+        }
+    }
+
+    /// Returns the integers from which [`Self::from_fields`] makes this layer.
+    pub fn fields(&self) -> [i32; Self::N_FIELDS] {
+        match *self {
+            Self::Convolution { channels, width } => [1, channels, width, 0, 0, 0, 0, 0],
+            Self::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay } => {
+                [2, 0, 0, k_heads, heads, k_dim, v_dim, i32::from(channel_decay)]
+            }
+        }
+    }
+
     /// Checks every field.
     ///
     /// # Errors
@@ -121,6 +167,14 @@ impl fmt::Display for RecurrentLayer {
             }
         }
     }
+}
+
+/// Refuses a layer that also has sizes of the other kind.
+fn refuse_others(others: &[(&str, i32)], kind: &str) -> Result<()> {
+    if let Some((name, value)) = others.iter().find(|&&(_, value)| value != 0) {
+        fail!(InvalidArgument, "{name} is {value}, expected 0 for a {kind}");
+    }
+    Ok(())
 }
 
 /// Returns the window of these layers, or `None` if there are none.
