@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from etkv.export import (
     recurrent,
     rope,
     source,
+    staging,
 )
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained, reason
@@ -51,7 +51,10 @@ def is_current(request: ExportRequest) -> bool:
     Raises :class:`EtkvError` if the request is invalid for every model, or if there is no model at its path.
     """
     request = request.validated()
-    return manifest.is_current(request, source.find(request.model))
+    try:
+        return manifest.is_current(request, source.find(request.model))
+    except OSError as error:
+        raise EtkvError(f"{request.model} cannot be read: {error.strerror}") from error
 
 
 def export_program(request: ExportRequest, progress: Progress | None = None) -> Path:
@@ -67,6 +70,9 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     fails.
     """
     request = request.validated()
+    companions.check_places(request.output.parent, [manifest.NAME, request.output.name], request.keep_hf)
+    if request.keep_hf is not None:
+        companions.check_places(request.keep_hf, ["config.json"])
     try:
         with _ONE_EXPORT:
             return _export(request, source.find(request.model), progress or Progress())
@@ -94,6 +100,9 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         tokenizer = source.read_tokenizer(origin)
     family = config.model_type
     with contextlib.ExitStack() as scratches:
+        for folder in dict.fromkeys(filter(None, (request.output.parent, request.keep_hf))):
+            for leftover in staging.remove_leftovers(folder):
+                progress.note(f"removed {leftover}, which a killed export had left")
         with _writing(request.output):
             weights = scratches.enter_context(Scratch(request.output.parent, origin.files()))
         packing = Packing(lowering.packer(request, settled.group_size, weights), weights)
@@ -104,6 +113,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
             )
             rope.settle(model, settled.max_context)
             generation = source.generation_settings(origin, model, tokenizer)
+        for text in source.vocabulary_remarks(config, tokenizer, generation):
+            progress.note(text)
         with explained(family, "exported", model):
             sparsity.settle(model)
             latent.take(model)
@@ -138,8 +149,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):
-            scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))
-            scratches.callback(shutil.rmtree, scratch, ignore_errors=True)
+            scratch = scratches.enter_context(staging.TemporaryFolder(folder)).path
             with (scratch / request.output.name).open("wb") as file:
                 program.write_to_file(file)
                 file.flush()
@@ -150,6 +160,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         with _writing(request.output):
             made = manifest.ExportResult(size, names, compared, parts)
             manifest.write(scratch, request, origin, settled, made)
+            for text in companions.changed(scratch, folder, names, request.output.name):
+                progress.note(text)
             _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
     return request.output
@@ -161,7 +173,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EtkvError(f"{path} cannot be written: {error.strerror}") from error
+        remedy = "; an export needs twice the size of the program" if error.errno == errno.ENOSPC else ""
+        raise EtkvError(f"{path} cannot be written: {error.strerror}{remedy}") from error
 
 
 def _import_tools() -> None:
@@ -206,7 +219,8 @@ def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePred
 
 def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Staged | None) -> None:
     """Move the finished files to ``folder``. The manifest moves last, because it describes the other files."""
-    (folder / manifest.NAME).unlink(missing_ok=True)
-    if kept is not None:
-        kept.publish()
-    companions.publish(scratch, folder, names)
+    with staging.alone_in(folder), staging.deferred_interrupts():
+        (folder / manifest.NAME).unlink(missing_ok=True)
+        if kept is not None:
+            kept.publish()
+        companions.publish(scratch, folder, names)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from etkv.errors import EtkvError
 from etkv.export import export_program, families, is_current
@@ -28,8 +30,27 @@ _WRONG_USE = 2
 _INTERRUPTED = 130
 
 
+class _Once(argparse.Action):
+    """Stores the value of an option, and refuses a second one, which would replace the first in silence."""
+
+    _was_given = False
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if self._was_given:
+            parser.error(f"argument {self.option_strings[0]} is given twice; leave one out")
+        self._was_given = True
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, like every other error."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # The action of options that name none.
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         raise EtkvError(message)
@@ -168,10 +189,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _cleanup_at_signals() -> Iterator[None]:
+    """Let an export that is terminated, or whose terminal closes, clean up like an interrupted one."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # Do not undo nohup, which ignores a signal.
+    handlers = {number: handler for number, handler in handlers.items() if handler is signal.SIG_DFL}
+    try:
+        for number in handlers:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return numbers that differ between a file and the file that replaces it; None if there is none."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return its exit status: 0, 2 after a wrong argument or model, or 130 after an interrupt."""
     arguments = sys.argv[1:] if arguments is None else arguments
     verbose = "--verbose" in arguments
+    request, before = None, None
     try:
         options = vars(_parser().parse_args(arguments))
         if_changed, verbose = options.pop("if_changed"), options.pop("verbose")
@@ -182,9 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
         # An export creates millions of objects that live until its end. By default, the garbage collector's search for
         # cycles takes an eighth of the time.
         gc.set_threshold(50_000, 20, 100)
-        # A terminated export cleans up like an interrupted one.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
+        before = _stamp(request.output)
+        with _cleanup_at_signals(), third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
             export_program(request, Progress(stream))
     except EtkvError as error:
         if verbose:
@@ -192,7 +237,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except KeyboardInterrupt:
-        print("interrupted; the program was not written", file=sys.stderr)
+        # A signal that arrives while files get their final names is delivered afterwards.
+        is_written = request is not None and _stamp(request.output) != before
+        print(f"interrupted; the program was {'already' if is_written else 'not'} written", file=sys.stderr)
         return _INTERRUPTED
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,37 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str
     _check(folder, tokenizer)
     names = [name for name in (*REQUIRED, TEMPLATE) if (folder / name).is_file()]
     return names + [f"{TEMPLATES}/{file.name}" for file in sorted((folder / TEMPLATES).glob("*.jinja"))]
+
+
+def check_places(folder: Path, others: Iterable[str], new: Path | None = None) -> None:
+    """Raise :class:`EtkvError` if ``folder`` has folders in place of the files or of ``others``, or the reverse.
+
+    Otherwise an export would fail at its end. ``new`` is a folder that it creates.
+    """
+    for name in (*REQUIRED, TEMPLATE, *others):
+        if (folder / name).is_dir() or (new is not None and folder / name in (new, *new.parents)):
+            raise EtkvError(
+                f"an export writes the file {folder / name}, where there is a folder or keep-hf needs one; choose "
+                "another folder"
+            )
+    if (folder / TEMPLATES).exists() and not (folder / TEMPLATES).is_dir():
+        raise EtkvError(
+            f"an export may write the folder {folder / TEMPLATES}, where there is a file; choose another folder"
+        )
+
+
+def changed(scratch: Path, folder: Path, names: list[str], program: str) -> list[str]:
+    """Return remarks on files in ``folder`` that :func:`publish` changes although other programs than ``program`` read
+    them.
+    """
+    others = sorted(file.name for file in folder.glob("*.pte") if file.name != program)
+    both = (name for name in names if (folder / name).is_file()) if others else ()
+    return [
+        f"{folder / name} changes, and {', '.join(others)} beside it read it too: keep programs of different models in "
+        "different folders"
+        for name in both
+        if (folder / name).read_bytes() != (scratch / name).read_bytes()
+    ]
 
 
 def publish(scratch: Path, folder: Path, names: list[str]) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etkv.export.staging import TemporaryFolder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""The files of weights that an export writes."""
 
 
 class Staged:
@@ -20,7 +26,8 @@ class Staged:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._scratch = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
+        self._temporary = TemporaryFolder(folder)
+        self._scratch = self._temporary.path
 
     def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
         """Write configuration, weights, tokenizer and generation settings.
@@ -32,11 +39,11 @@ class Staged:
     def publish(self) -> None:
         """Replace the files of an earlier export atomically, one by one, with the configuration last."""
         written = {file.name for file in self._scratch.iterdir()}
-        for stale in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.safetensors.index.json")):
-            if stale.name not in written:
+        for stale in self.folder.glob("model*.safetensors*"):
+            if stale.name not in written and _WEIGHTS.fullmatch(stale.name):
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
-            if (self.folder / name).is_dir():
+            if (self._scratch / name).is_dir() and (self.folder / name).is_dir():
                 # This is the folder of named chat templates. A folder that is not empty cannot be replaced.
                 shutil.rmtree(self.folder / name)
             (self._scratch / name).replace(self.folder / name)
@@ -45,7 +52,7 @@ class Staged:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._temporary.__exit__()
 
 
 def _write(

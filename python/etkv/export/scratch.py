@@ -10,15 +10,14 @@ import ctypes
 import itertools
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from etkv.errors import EtkvError
+from etkv.export.staging import TemporaryFolder
 
 SMALL = 1 << 20
 """Maximum bytes of a tensor that stays in memory."""
@@ -43,7 +42,8 @@ class Scratch:
     """
 
     def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=".weights-", dir=folder)).resolve()
+        self._folder = TemporaryFolder(folder)
+        self.path = self._folder.path
         self._sources = {str(file.resolve()) for file in sources}
         self._numbers = itertools.count()
         self._unreleased = 0
@@ -53,7 +53,7 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         # Tensors that are still in use keep their pages after the files are removed.
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._folder.__exit__()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in a file, or in memory if it is small.
@@ -82,8 +82,10 @@ class Scratch:
                 else:
                     file.truncate(size)
             except OSError as error:
+                path.unlink()
                 raise EtkvError(
-                    f"{self.path.parent} has no room for {size} bytes of weights: {error.strerror}"
+                    f"{self._folder.folder} has no room for {size} bytes of weights: {error.strerror}; "
+                    "an export needs twice the size of the program"
                 ) from error
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:

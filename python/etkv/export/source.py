@@ -126,8 +126,8 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     except Exception as error:
         if not any(path for name in _TOKENIZER_FILES for path in source.folder.glob(name)):
             raise EtkvError(f"{source.path} has no tokenizer: expected tokenizer.json next to config.json") from error
-        # In the message a list follows these words.
-        why = first_line(error).removesuffix(" from one of:")
+        # In the message, a list of ways to get a tokenizer follows these words.
+        why = first_line(error).partition(" from one of:")[0]
         raise EtkvError(f"the tokenizer of {source.path} cannot be read: {why}") from error
     if not tokenizer.is_fast:
         raise EtkvError(f"the tokenizer of {source.path} has no tokenizer.json form ({type(tokenizer).__name__})")
@@ -246,6 +246,28 @@ def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTr
         if settings.get("bos_token_id") is None and start is not None:
             settings["bos_token_id"] = start
     return settings
+
+
+def vocabulary_remarks(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]
+) -> list[str]:
+    """Return remarks on tokens that the model lacks: a program refuses their ids, and never returns them."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is None:
+        return []
+    remarks = []
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+    if beyond:
+        number, token = beyond[0]
+        remarks.append(
+            f"the tokenizer has {len(beyond)} tokens beyond the {size} of the model, the first is {token!r} "
+            f"({number}): the program refuses texts with them"
+        )
+    ends = generation["eos_token_id"]
+    if not any(0 <= number < size for number in ends):
+        which = f"eos token ids {ends} are beyond the {size} tokens of the model" if ends else "there is no eos token"
+        remarks.append(f"{which}: answers end only at their limit of tokens")
+    return remarks
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

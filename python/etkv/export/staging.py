@@ -1,0 +1,151 @@
+"""Temporary folders of an export beside its results.
+
+A folder is removed at the end of the export, even after an interrupt. If the process is killed, the next export into
+the same place removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+_PREFIX = ".etkv-export-"
+
+_LOCK = "lock"
+"""The file that a living export keeps locked. The system releases the lock when the process ends, however it ends."""
+
+_FILES = "files"
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class TemporaryFolder:
+    """A temporary folder ``path`` inside ``folder``, which is created if it does not exist.
+
+    It is a context manager: leaving it removes the temporary folder, and the created folders if they are still empty.
+    Raises :class:`OSError` if the folder cannot be created.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with deferred_interrupts():
+            self._made = _missing(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._root, self._lock = _locked(folder)
+            except BaseException:
+                self._remove_made()
+                raise
+            self.path = (self._root / _FILES).resolve()
+
+    def __enter__(self) -> TemporaryFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with deferred_interrupts():
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._lock.close()
+            self._remove_made()
+
+    def _remove_made(self) -> None:
+        for folder in self._made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return ``folder`` and its parents as far as they do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+def _locked(folder: Path) -> tuple[Path, TextIO]:
+    """Create a temporary folder with a locked file. Return both."""
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+        try:
+            lock = (root / _LOCK).open("w")
+            # Without support for locks, other exports cannot lock the file either, and leave the folder in place.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            (root / _FILES).mkdir()
+            return root, lock
+        except FileNotFoundError:
+            # Before the file was locked, another export took the folder for one of a dead export.
+            continue
+        except BaseException:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove temporary folders in ``folder`` whose export is dead, and return their paths."""
+    return [root for root in sorted(folder.glob(f"{_PREFIX}*")) if _remove_leftover(root)]
+
+
+def _remove_leftover(root: Path) -> bool:
+    """Remove ``root`` unless its export is alive. Return whether it was removed."""
+    if root.is_symlink():
+        return False
+    with contextlib.suppress(OSError):
+        try:
+            lock = (root / _LOCK).open("r+")
+        except FileNotFoundError:
+            # The export was killed before it created the file. If it is about to create the file, it tries again.
+            root.rmdir()
+            return True
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Remove the lock last: without it, a folder that is not empty would stay forever.
+            for path in root.iterdir():
+                if path.name != _LOCK:
+                    shutil.rmtree(path)
+            shutil.rmtree(root)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other export is in such a block for ``folder``, so that files of two exports are not mixed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Some network file systems have no locks for folders.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Deliver signals that would end the process only after the block. Other threads than the main thread get none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[signal.Signals] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        arrived.append(signal.Signals(number))
+
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    # None is a handler that Python did not install and could not restore.
+    handlers = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    try:
+        for number in handlers:
+            signal.signal(number, defer)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
