@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +66,16 @@ def model(tmp_path) -> Path:
         (["--tap-layers", "-1"], "tap-layers -1 is below the minimum of 0"),
         (["--tap-layers", "1,0,1"], "tap-layers has 1 twice"),
         (["--tap-layers", "1,two"], "argument --tap-layers: '1,two' is not a list of layers, such as 5,11,17"),
+        (["--max-context", "9" * 20], f"max-context {'9' * 20} is above the maximum of 2147483647"),
+        (["--dtype", "f32", "--dtype", "f32"], "argument --dtype is given twice; leave one out"),
+        (["--layers", "1", "--layers=2"], "argument --layers is given twice; leave one out"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     ],
 )
 def test_wrong_arguments(capsys, tmp_path, model, arguments, said):
-    assert _run(capsys, "--model", model, "--output", tmp_path / "x.pte", *arguments) == said
+    folder = tmp_path / "not" / "there"
+    assert _run(capsys, "--model", model, "--output", folder / "x.pte", *arguments) == said
+    assert not (tmp_path / "not").exists()
 
 
 def test_missing_arguments(capsys):
@@ -78,7 +84,10 @@ def test_missing_arguments(capsys):
 
 def test_missing_model(capsys, tmp_path):
     said = _run(capsys, "--model", tmp_path / "none", "--output", tmp_path / "x.pte")
-    assert said.startswith(f"model {tmp_path / 'none'} does not exist")
+    assert said == f"model {tmp_path / 'none'} does not exist; expected a Hugging Face model folder or a .gguf file"
+    said = _run(capsys, "--model", "an-owner/a-model", "--output", tmp_path / "x.pte")
+    assert said.endswith("run hf download an-owner/a-model --local-dir DIR, and name DIR")
+    assert "File name too long" in _run(capsys, "--model", tmp_path / ("x" * 300), "--output", tmp_path / "x.pte")
 
 
 def test_output_without_suffix(capsys, tmp_path, model):
@@ -88,6 +97,28 @@ def test_output_without_suffix(capsys, tmp_path, model):
 def test_output_is_a_folder(capsys, tmp_path, model):
     (tmp_path / "x.pte").mkdir()
     assert "is a folder" in _run(capsys, "--model", model, "--output", tmp_path / "x.pte")
+    os.mkfifo(tmp_path / "y.pte")
+    assert "is not a file" in _run(capsys, "--model", model, "--output", tmp_path / "y.pte")
+    assert "File name too long" in _run(capsys, "--model", model, "--output", tmp_path / f"{'x' * 300}.pte")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "export.json", "additional_chat_templates", "config.json"])
+def test_other_files_of_an_export_are_folders(capsys, tmp_path, model, name):
+    """Such an export would fail at its end, or replace the folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / name).touch() if name == "additional_chat_templates" else (folder / name).mkdir()
+    said = _run(capsys, "--model", model, "--output", folder / "x.pte", "--keep-hf", folder)
+    assert said.endswith("choose another folder")
+    assert str(folder / name) in said
+
+
+@pytest.mark.parametrize("inside", ["x.pte", "x.pte/hf", "tokenizer.json"])
+def test_a_folder_in_place_of_a_file(capsys, tmp_path, model, inside):
+    folder = tmp_path / "out"
+    said = _run(capsys, "--model", model, "--output", folder / "x.pte", "--keep-hf", folder / inside)
+    assert said.endswith("where there is a folder or keep-hf needs one; choose another folder")
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("option", ["--output", "--keep-hf"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,15 @@ DEFAULT_PREFILL_CHUNK = 512
 
 LOGITS = ("all", "last")
 """The rows of logits that a step returns: a row for each token, or only the row of the last token."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""The form of an id on the Hugging Face hub: an owner and a name."""
+
+_TRIAL = 1 << 16
+"""Bytes of a trial file."""
+
+MAX_TOKENS = (1 << 31) - 1
+"""Maximum context and prefill chunk, in tokens: programs store sizes of tensors in 32 bits."""
 
 MIN_STEP = 2
 """Minimum context and prefill chunk, in tokens, because a dynamic dimension needs at least two lengths: 1 and 2."""
@@ -99,8 +111,8 @@ class ExportRequest:
             dtype=_dtype(self.dtype, self.backend),
             quantize=_quantization(self.quantize, self.backend, self.dtype),
             group_size=_group_size(self.group_size, self.quantize, self.backend),
-            max_context=_at_least("max-context", self.max_context, MIN_STEP),
-            prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
+            max_context=_tokens("max-context", self.max_context),
+            prefill_chunk=_tokens("prefill-chunk", self.prefill_chunk),
             keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
             layers=_at_least("layers", self.layers, 1),
             draft=_draft(self),
@@ -121,11 +133,18 @@ def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
     folder = folder.resolve()
     if any(_is_same(parent, model) for parent in (folder, *folder.parents)):
         where = f"is inside the model's folder {model}"
-    elif any(_is_same(folder, file.resolve().parent) for file in model.iterdir() if file.is_symlink()):
+    elif any(_is_same(folder, file.resolve().parent) for file in _files(model) if file.is_symlink()):
         where = f"has files that the model {model} links to"
     else:
         return
     raise EtkvError(f"{name} {given} {where}, whose files the export would replace; choose a folder outside of it")
+
+
+def _files(model: Path) -> list[Path]:
+    try:
+        return list(model.iterdir())
+    except OSError as error:
+        raise EtkvError(f"model {model} cannot be read: {error.strerror}") from error
 
 
 def _is_same(folder: Path, other: Path) -> bool:
@@ -137,32 +156,57 @@ def _is_same(folder: Path, other: Path) -> bool:
 
 
 def _existing(model: Path) -> Path:
-    if not model.exists():
-        raise EtkvError(f"model {model} does not exist; expected a Hugging Face model folder or a .gguf file")
+    expected = "expected a Hugging Face model folder or a .gguf file"
+    try:
+        model.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if _HUB_ID.fullmatch(str(model)):
+            expected += f"; to export a model of the hub, run hf download {model} --local-dir DIR, and name DIR"
+        raise EtkvError(f"model {model} does not exist; {expected}") from None
+    except (OSError, ValueError) as error:
+        raise EtkvError(f"model {model} cannot be read: {_reason(error)}; {expected}") from error
     return model.absolute()
 
 
 def _writable_program(output: Path) -> Path:
     if output.suffix != ".pte":
         raise EtkvError(f"output is {output}, expected a file name that ends in .pte")
-    if output.is_dir():
-        raise EtkvError(f"output {output} is a folder, expected a file name that ends in .pte")
+    try:
+        found = output.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    except (OSError, ValueError) as error:
+        raise EtkvError(f"output {output} cannot be written: {_reason(error)}; choose another path") from error
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a file"
+        raise EtkvError(f"output {output} is {kind}, expected a file name that ends in .pte")
     _writable_folder(output.absolute().parent)
     return output.absolute()
 
 
 def _writable_folder(folder: Path) -> Path:
-    """Create ``folder``, write a trial file to it, and return its absolute path.
+    """Write a trial file to ``folder``, or if it does not exist to its innermost parent that does. Return the absolute
+    path of ``folder``.
 
-    Raises :class:`EtkvError` if that fails, so that an export does not fail at its end.
+    Creates nothing that stays. Raises :class:`EtkvError` if that fails, so that an export does not fail at its end.
     """
+    folder = folder.absolute()
+    parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not parent.is_dir():
+        raise EtkvError(f"folder {folder} is not writable: {parent} is not a folder; choose another folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise EtkvError(f"folder {folder} is not writable: {error.strerror}") from error
-    return folder.absolute()
+        with tempfile.TemporaryFile(dir=parent) as file:
+            # A full disk has room for a file without contents.
+            file.write(bytes(_TRIAL))
+            file.flush()
+    except (OSError, ValueError) as error:
+        raise EtkvError(f"folder {folder} is not writable: {_reason(error)}; choose another folder") from error
+    return folder
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Return the reason for a failed access to a path. A path with a zero byte is a :class:`ValueError`."""
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def _backend(name: str) -> str:
@@ -203,6 +247,12 @@ def _at_least(name: str, value: int | None, minimum: int) -> int | None:
     if value is not None and value < minimum:
         raise EtkvError(f"{name} {value} is below the minimum of {minimum}")
     return value
+
+
+def _tokens(name: str, value: int | None) -> int | None:
+    if value is not None and value > MAX_TOKENS:
+        raise EtkvError(f"{name} {value} is above the maximum of {MAX_TOKENS}")
+    return _at_least(name, value, MIN_STEP)
 
 
 def _logits(name: str) -> str:
