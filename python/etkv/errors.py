@@ -124,6 +124,17 @@ def status_error(status: int, message: str) -> StatusError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if the message is empty."""
+    """Return the first line of an error's message, or its type if the message is empty.
+
+    A line that ends in a colon announces the next one, which is then appended.
+    """
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        # Its message is only the key.
+        return f"{error.args[0]!r} is missing or unknown"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    made = lines[0] if lines else type(error).__name__
+    for line in lines[1:]:
+        if not made.endswith(":"):
+            break
+        made = f"{made} {line}"
+    return made

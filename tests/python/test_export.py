@@ -13,7 +13,7 @@ import reference
 import tiny_models
 from etkv import describe_program, pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, attention, cpu, export_program, is_current, limits, mlx, source
+from etkv.export import ExportRequest, attention, companions, cpu, export_program, is_current, limits, mlx, source
 from reference import Program, Variant
 from runners import only_long
 
@@ -260,7 +260,7 @@ def test_every_end_token_is_known(tiny, tmp_path):
 
 def _error(model, tmp_path, **arguments) -> str:
     with pytest.raises(EtkvError) as caught:
-        export_program(ExportRequest(model=model, output=tmp_path / "model.pte", **arguments))
+        export_program(ExportRequest(model=model, output=tmp_path / "not" / "there" / "model.pte", **arguments))
     assert list(tmp_path.iterdir()) == [], "nothing is written"
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -433,7 +433,11 @@ def test_truncated_weights(tiny, tmp_path):
     model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert f"the weights of {model} cannot be loaded" in _error(model, _folder(tmp_path / "out"))
+    assert _error(model, _folder(tmp_path / "out")) == (
+        f"the weights in {model / 'model.safetensors'} cannot be loaded: Error while deserializing header: incomplete "
+        f"metadata, file not fully covered; its {len(weights) // 2} bytes are damaged or incomplete, so download it "
+        "again"
+    )
 
 
 def test_missing_weights(tiny, tmp_path):
@@ -444,8 +448,61 @@ def test_missing_weights(tiny, tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert _error(model, _folder(tmp_path / "out")) == (
-        f"{model} lacks 1 weights of its model, the first is model.layers.1.mlp.up_proj.weight"
+        f"{model} lacks 1 weights of its model: model.layers.1.mlp.up_proj.weight; download it again, or correct its "
+        "config.json"
     )
+
+
+@pytest.mark.parametrize(("name", "row"), [("model.norm.weight", 3), ("model.embed_tokens.weight", 310)])
+def test_weights_that_are_not_finite_are_named(tiny, tmp_path, name, row):
+    """The comparison with the model would not find an infinite row of an embedding that no text reads."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(tiny("tiny-llama-untied"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights[name][row] = float("nan") if row == 3 else float("inf")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    size, n = weights[name].numel(), weights[name][row].numel()
+    assert _error(model, _folder(tmp_path / "out"), backend="cpu", verify=False) == (
+        f"the weight {name} has {n} values of {size} that are not finite in float32; repair the checkpoint, or choose "
+        "another --dtype"
+    )
+
+
+def test_tokens_that_the_model_lacks_are_noted(tiny):
+    origin = source.find(tiny("tiny-llama"))
+    config, tokenizer = source.read_config(origin), source.read_tokenizer(origin)
+    assert source.vocabulary_remarks(config, tokenizer, {"eos_token_id": [300]}) == []
+    config.vocab_size = 257
+    assert source.vocabulary_remarks(config, tokenizer, {"eos_token_id": [257, 256]}) == [
+        "the tokenizer has 2 tokens beyond the 257 of the model, the first is '<|im_end|>' (257): the program refuses "
+        "texts with them"
+    ]
+    assert source.vocabulary_remarks(config, tokenizer, {"eos_token_id": [257]})[1:] == [
+        "eos token ids [257] are beyond the 257 tokens of the model: answers end only at their limit of tokens"
+    ]
+
+
+def test_files_that_another_program_reads_are_noted(tmp_path):
+    for folder in ("new", "out"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(folder)
+        (tmp_path / folder / "model.pte").touch()
+    assert companions.changed(tmp_path / "new", tmp_path / "out", ["tokenizer.json"], "model.pte") == []
+    (tmp_path / "out" / "draft.pte").touch()
+    (remark,) = companions.changed(tmp_path / "new", tmp_path / "out", ["tokenizer.json"], "model.pte")
+    assert remark.startswith(f"{tmp_path / 'out' / 'tokenizer.json'} changes, and draft.pte beside it read it too")
+
+
+def test_a_configuration_from_which_no_model_can_be_built(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_act": "unheard"}))
+    said = _error(model, _folder(tmp_path / "out"))
+    assert said == f"the model of {model} cannot be built from its config.json: 'unheard' is missing or unknown"
+    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 5}))
+    # transformers says the reason in its second line.
+    assert _error(model, tmp_path / "out").endswith("is not a multiple of the number of attention heads (5).")
 
 
 def test_missing_tokenizer(tiny, tmp_path):

@@ -131,6 +131,17 @@ def test_an_absent_shard_is_named(folder):
     assert "model.safetensors.index.json is not an index of weights" in _error(folder)
 
 
+def test_a_damaged_shard_is_named(folder):
+    _shard(folder)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    assert _error(folder).startswith(f"the weights in {shard} cannot be loaded: ")
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n")
+    assert _error(folder) == (
+        f"the weights in {shard} cannot be loaded: it is a pointer of Git LFS; run git lfs pull in its folder"
+    )
+
+
 def test_weights_under_another_name_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert _error(folder).startswith(f"folder {folder} has no weights under a name that transformers reads: model.safe")

@@ -140,6 +140,9 @@ class Packing:
             self._stored[module, attribute] = taken()
             weights = list(module.parameters(recurse=False))
             read = module._parameters.get(attribute)
+            if read is not None and not (module in packed and self._packer is not None and self._packer.rounds):
+                # A packer that rounds checks its weights.
+                _check_finite(name, read)
             if read is not None and module not in packed and not read.is_meta:
                 read.data = self._scratch.keep(read.data)
             size = 0 if read is None else read.nbytes
@@ -253,6 +256,21 @@ class Packing:
         self.kept += kept is not None
         self.repacked += kept is None and packer.rounds
         return kept
+
+
+def _check_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise :class:`EtkvError` if ``weight`` has NaN or infinite values. Most texts would not read those of a row or of
+    an expert, so a comparison of the program with the model does not find them.
+    """
+    if weight.is_meta or not weight.is_floating_point() or not weight.numel():
+        return
+    # Both are NaN if a value is NaN. Unlike isfinite, this needs no memory.
+    if not all(bool(torch.isfinite(bound)) for bound in torch.aminmax(weight)):
+        count = weight.numel() - int(torch.isfinite(weight).sum())
+        raise EtkvError(
+            f"the weight {name} has {count} values of {weight.numel()} that are not finite in "
+            f"{str(weight.dtype).removeprefix('torch.')}; repair the checkpoint, or choose another --dtype"
+        )
 
 
 def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:

@@ -77,7 +77,10 @@ def check(
             "smaller --max-context"
         ) from error
     if any(torch.isnan(whole.values[end]).any() for end in ends):
-        raise ValueError("its outputs are NaN, so it cannot be checked whether a token reads others")
+        raise ValueError(
+            "its outputs are NaN, although its weights are finite, so it cannot be checked whether a token reads "
+            "others; correct its config.json"
+        )
     for run, what, rows in zip(variants, (others, others, places), (None, None, alone), strict=True):
         pair = _Pair(whole.values, run.values, length, rows, poisoned=run.poisoned)
         if any(pair.differs(end) for end in ends):

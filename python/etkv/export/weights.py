@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,10 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
     """
     missing = sorted(report["missing_keys"])
     if missing:
-        raise EtkvError(f"{path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+        raise EtkvError(
+            f"{path} lacks {len(missing)} weights of its model: {_few(missing)}; download it again, or correct its "
+            "config.json"
+        )
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -149,8 +153,20 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
 
 def unreadable(path: Path, error: Exception) -> EtkvError:
     """Return the error for weights that transformers cannot load."""
-    line = f"{first_line(error)} is missing" if isinstance(error, KeyError) else first_line(error)
+    line = first_line(error)
+    if _is_of_construction(error):
+        return EtkvError(f"the model of {path} cannot be built from its config.json: {line}")
     return EtkvError(f"the weights of {path} cannot be loaded: {line}")
+
+
+def _is_of_construction(error: Exception) -> bool:
+    """Return whether ``error`` comes from the constructor of a module, which knows only the configuration."""
+    import torch
+
+    return any(
+        frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _method(settings: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from etkv.errors import EtkvError
+from etkv.errors import EtkvError, first_line
 
 _DTYPES = {
     "F64": "float64",
@@ -30,6 +30,9 @@ _DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 """safetensors' name of a dtype -> torch's name."""
+
+_POINTER = b"version https://git-lfs"
+"""The beginning of a file whose contents Git LFS has not downloaded."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,29 @@ class Stored:
 def read_headers(files: list[Path]) -> dict[str, Stored]:
     """Return the tensors of ``files``, in the format of safetensors or torch: name -> tensor.
 
-    Raises :class:`EtkvError` for an unsupported dtype.
+    Raises :class:`EtkvError` for an unsupported dtype, and for a file that is not readable or damaged.
     """
     found: dict[str, Stored] = {}
     for file in files:
-        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file)
+        try:
+            found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file)
+        except EtkvError:
+            raise
+        except Exception as error:
+            raise EtkvError(f"the weights in {file} cannot be loaded: {_reason(file, error)}") from error
     return found
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Return why the weights in ``file`` cannot be loaded, and what to do."""
+    try:
+        # safetensors reports every failure to open a file as a missing file.
+        with file.open("rb") as start:
+            if start.read(len(_POINTER)) == _POINTER:
+                return "it is a pointer of Git LFS; run git lfs pull in its folder"
+    except OSError as failure:
+        return str(failure.strerror)
+    return f"{first_line(error)}; its {file.stat().st_size} bytes are damaged or incomplete, so download it again"
 
 
 def _of_safetensors(file: Path) -> dict[str, Stored]:
