@@ -140,6 +140,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**_DENSE, "layer_types": ["full_attention"] * LAYERS, "position_embedding_type": "rope"},
     ),
+    "qwen3_5_text, mixed": ("qwen3_5_text", {"layer_types": _MIX}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
 }
 """Variants of families that published models use -> the family, and changes to its tiny configuration."""
