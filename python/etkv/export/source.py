@@ -93,14 +93,8 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 
 def _why_invalid(error: Exception) -> str:
-    """Return the reason why transformers refuses a configuration, in one line.
-
-    Messages of its validators name the field or the validator in one line, and the reason in the next.
-    """
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    """Return the reason why transformers refuses a configuration, in one line."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
 
 
 def _name_outputs(config: PreTrainedConfig) -> None:
