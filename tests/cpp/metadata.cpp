@@ -1,5 +1,6 @@
 // The facts that a program reports about its caches: in versioned metadata, in
-// methods of ExecuTorch's exporter, or not at all.
+// methods of ExecuTorch's exporter, or not at all. Unit tests of etkv-core test
+// all values that are refused.
 
 #include <map>
 #include <stdexcept>
@@ -258,21 +259,14 @@ void of_recurrent_layers() {
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers, expected 8");
   facts.set("kv_cache.recurrent_layers", std::vector<float>(8));
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers");
-  using List = std::vector<int64_t>;
-  for (const auto& [list, words] : std::vector<std::pair<List, const char*>>{
-           {{1, 160, 4}, "has 3 integers, expected 8 for each of 1 to 65536"},
-           {{1, 160, 4, 0, 0, 0, 0, 0, 1}, "has 9 integers"},
-           {{3, 160, 4, 0, 0, 0, 0, 0}, "kind is 3, expected 1 or 2"},
-           {{1, 160, 0, 0, 0, 0, 0, 0}, "width is 0, the minimum is 1"},
-           {{1, 160, 4, 0, 0, 0, 0, 1}, "channel_decay is 1, expected 0"},
-           {{2, 0, 0, 3, 4, 16, 24, 0}, "layer 0 of `kv_cache.recurrent_la"},
-           {{2, 0, 0, 2, 4, 16, 24, 2}, "channel_decay is 2, expected 0 or 1"},
-           {{2, 0, 1, 2, 4, 16, 24, 0}, "width is 1, expected 0"},
-           {{2, 0, 0, 0, 4, 16, 24, 0}, "k_heads is 0, the minimum is 1"},
-           {{2, 0, 0, 2, 4, 16, -24, 0}, "has -24, which is not a 32-bit"}}) {
-    facts.set("kv_cache.recurrent_layers", list);
-    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, words);
-  }
+  facts.set(
+      "kv_cache.recurrent_layers",
+      std::vector<int64_t>{2, 0, 0, 3, 4, 16, 24, 0});
+  CHECK_REFUSED(
+      facts.read(),
+      ETKV_ERROR_PROGRAM,
+      "layer 0 of `kv_cache.recurrent_layers`: expected heads to be a "
+      "multiple");
 }
 
 void of_executorchs_exporter() {
@@ -319,18 +313,6 @@ void what_is_missing_or_wrong() {
     facts.set(name, std::vector<float>{1, 2});
     CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
   }
-  auto facts = versioned();
-  facts.set("kv_cache.n_layers", 0);
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is 0, expected 1 to");
-  facts.set("kv_cache.n_layers", INT32_MAX);
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "2147483647");
-  facts = versioned();
-  facts.set("kv_cache.window", std::vector<int64_t>{0, -5});
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has -5");
-  facts = exporters();
-  facts.set("get_prefill_chunk_size", -1);
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "get_prefill_chunk_size");
-
   // An error of the host's function is returned.
   CHECK_REFUSED(
       read_kv_cache_metadata([](const std::string&) -> Result<Value> {
