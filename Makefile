@@ -28,10 +28,10 @@ NINJA := env -u MAKEFLAGS cmake --build build/cmake
 BESIDE := $(MAKE) --no-print-directory -j2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance test-rust \
-  test-buckets test-cpp test-package test-sanitize test-threads test-python test-macos test-macos-short test-long upstream-ops \
-  fuzz-programs fuzz-files kill-saves benches bench bench-pack bench-llama bench-lengths bench-caches bench-speculation bench-restart \
-  bench-threads clean
+.PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance \
+  test-rust test-buckets test-cpp test-package test-sanitize test-threads test-arm test-python test-macos \
+  test-macos-short test-long upstream-ops fuzz-programs fuzz-files kill-saves benches bench bench-pack bench-llama \
+  bench-lengths bench-caches bench-speculation bench-restart bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,8 @@ test-buckets: .venv/.ready ## Run the tests of prefix stores in buckets, with an
 	@tools/test-buckets
 test-threads: .venv/.ready ## Run the caches' tests on many threads under ThreadSanitizer; needs rust-src
 	@tools/test-threads
+test-arm: .venv/.ready ## Run Rust's tests that need no MLX on an emulated 64-bit ARM; needs QEMU
+	@tools/test-arm
 test-sanitize: .venv/.ready ## Run the tests of the C and C++ interfaces with address and undefined-behaviour checks
 	@test -f build/sanitize/build.ninja || cmake -S . -B build/sanitize -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) -DETKV_SANITIZE=ON
 	@env -u MAKEFLAGS cmake --build build/sanitize
