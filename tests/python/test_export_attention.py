@@ -12,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny_families
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, Progress, attention, check, export_program, layers, lowering, reasons
+from etkv.export import (
+    ExportRequest,
+    Progress,
+    attention,
+    check,
+    export_program,
+    layers,
+    lowering,
+    position_scale,
+    reasons,
+)
 from etkv.export.attention import CacheLayout
 from etkv.export.forward import Forward
 
@@ -119,6 +129,18 @@ def test_softcaps_of_zero():
         "model.layers.0.self_attn: its attention has a softcap of 0.0; for a model without a softcap, set "
         "attn_logit_softcapping in config.json to null"
     )
+
+
+def test_queries_are_scaled_by_the_positions_of_a_step():
+    kinds = ["full_attention", "chunked_attention"]
+    model = _step("llama4_text", no_rope_layers=[0, 1], layer_types=kinds, floor_scale=8, attn_scale=0.5).model
+    position_scale.take(model)
+    scaled, rotated = (layer.self_attn for layer in model.model.layers)
+    assert scaled.attn_temperature_tuning
+    ones, positions = torch.ones(1, 4, 3, 16), torch.tensor([23, 6, 7])
+    factors = position_scale.scaled(scaled, ones, positions)[0, 0, :, 0]
+    torch.testing.assert_close(factors, torch.log1p(torch.tensor([3.0, 0.0, 1.0])) * 0.5 + 1)
+    assert position_scale.scaled(rotated, ones, positions) is ones
 
 
 def test_layers_with_chunks():

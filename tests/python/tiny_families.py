@@ -141,6 +141,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DENSE, "layer_types": ["full_attention"] * LAYERS, "position_embedding_type": "rope"},
     ),
     "qwen3_5_text, mixed": ("qwen3_5_text", {"layer_types": _MIX}),
+    "llama4_text, scaled queries": (
+        "llama4_text",
+        {"no_rope_layers": [0, 1], "layer_types": ["full_attention", "chunked_attention"], "floor_scale": 8},
+    ),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
 }
 """Variants of families that published models use -> the family, and changes to its tiny configuration."""

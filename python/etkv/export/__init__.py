@@ -85,7 +85,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, latent, sparsity, text_part
+    from etkv.export import check, latent, position_scale, sparsity, text_part
     from etkv.export.packing import Packing, without_products
     from etkv.export.scratch import Scratch
 
@@ -118,6 +118,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         with explained(family, "exported", model):
             sparsity.settle(model)
             latent.take(model)
+            position_scale.take(model)
             recurrent.take(model)
             predictor = None
             if request.draft is not None:

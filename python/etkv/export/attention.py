@@ -282,7 +282,7 @@ def _attend(
     """
     import torch
 
-    from etkv.export import latent
+    from etkv.export import latent, position_scale
 
     _check_arguments(module, arguments)
     if is_latent := latent.is_latent(module):
@@ -303,6 +303,7 @@ def _attend(
     position, cache = _positions.value, getattr(module, "etkv_cache", None)
     if position is None or cache is None:
         raise ValueError("its attention runs outside of a step of the program")
+    query = position_scale.scaled(module, query, position)
     scale = arguments.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     position = position.reshape(-1, 1)
