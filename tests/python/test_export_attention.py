@@ -182,6 +182,7 @@ def test_sinks_are_one_a_head():
 def test_sinks_and_softcaps_reach_the_op(monkeypatch):
     """The overload is called if there are sinks or a softcap, and ExecuTorch's op otherwise."""
     called = []
+    attention.register()
     monkeypatch.setattr(attention._positions, "value", torch.arange(2))
     module, query = types.SimpleNamespace(is_causal=True, etkv_cache=3), torch.zeros(1, 4, 2, 8)
 
@@ -193,7 +194,6 @@ def test_sinks_and_softcaps_reach_the_op(monkeypatch):
             return func(*args, **(kwargs or {}))
 
     sinks = torch.ones(4)
-    attention.register()
     with Recorded():
         for given in ({}, {"softcap": None, "s_aux": None}, {"softcap": 2.0}, {"s_aux": sinks}, {"sinks": sinks}):
             attention._attend(module, query, query, query, None, **given)

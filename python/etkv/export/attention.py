@@ -144,6 +144,8 @@ def register() -> None:
     # The import registers the op's overload with sinks and a softcap.
     import etkv.op  # noqa: F401
 
+    # A step of an earlier export may have failed.
+    _positions.value = None
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
@@ -168,6 +170,7 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
             own = ValueError("it applies a mask by itself, so the KV cache op cannot replace its attention")
             raise own.with_traceback(error.__traceback__) from None
         finally:
+            _positions.value = None
             recurrent.end()
     if not found.modules and not states:
         raise ValueError("the KV cache op cannot replace its attention")
