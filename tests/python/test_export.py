@@ -413,7 +413,7 @@ def test_unreadable_configuration(tiny, tmp_path):
     [
         ({"attention_bias": None}, "Validation error for field 'attention_bias': TypeError: Field 'attention_bias' "),
         ({"num_attention_heads": 3}, "Class validation error for validator 'validate_architecture': ValueError: The "),
-        ({"rope_parameters": {"rope_type": "linear"}}, "it lacks "),
+        ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys in `rope_parameters` for 'rope_type'"),
     ],
 )
 def test_a_refused_configuration_has_the_reason(tiny, tmp_path, changes, reason):

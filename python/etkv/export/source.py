@@ -94,7 +94,11 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 def _why_invalid(error: Exception) -> str:
     """Return the reason why transformers refuses a configuration, in one line."""
-    return f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
+    if isinstance(error, KeyError):
+        # A key, or a sentence.
+        missing = " ".join(map(str, error.args))
+        return missing if " " in missing else f"it lacks {missing!r}"
+    return first_line(error)
 
 
 def _name_outputs(config: PreTrainedConfig) -> None:
