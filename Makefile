@@ -26,6 +26,8 @@ programs: export OMP_NUM_THREADS ?= 1
 NINJA := env -u MAKEFLAGS cmake --build build/cmake
 # Runs two targets in parallel: each of them uses only one core at times.
 BESIDE := $(MAKE) --no-print-directory -j2
+# Exports are checked with the library if there is one. If it is older than the sources, a new program may not run in it.
+IF_BUILT := $(if $(wildcard build/lib/libetkv.*),$(MAKE) --no-print-directory,: without)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance \
@@ -48,6 +50,7 @@ model: .venv/.ready ## Export SmolLM2-135M-Instruct: BACKEND=mlx or cpu
 	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
 	  --backend $(BACKEND) --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
 demo: build/cmake/build.ninja ## Ask the exported model a question: BACKEND=mlx or cpu
+	@$(IF_BUILT) chat
 	@$(BESIDE) model chat BACKEND=$(DEMO)
 	@$(MAKE) --no-print-directory question BACKEND=$(DEMO)
 question:
@@ -62,7 +65,9 @@ test: .venv/.ready ## Run all checks and tests, except those that take hours
 rust: lint
 	@tools/test-rust
 # Builds what pytest needs and Rust's tests do not.
-made: programs
+made: .venv/.ready
+	@$(IF_BUILT) build
+	@$(MAKE) --no-print-directory programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches
 programs: model

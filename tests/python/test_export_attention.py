@@ -256,18 +256,22 @@ def test_which_programs_are_checked(tiny, monkeypatch):
     assert checked(verify=True) == (True, 24)
 
 
-def test_without_the_library_no_program_is_checked(monkeypatch):
-    def absent():
-        raise EtkvError("etkv's library is not built")
+@pytest.mark.parametrize(
+    ("module", "function", "said_by"),
+    [(check._library, "backends", "the library is not built"), (check._capi, "lib", "the library has interface 1")],
+)
+def test_without_a_library_of_this_version_no_program_is_checked(monkeypatch, module, function, said_by):
+    def refuse():
+        raise EtkvError(said_by)
 
-    monkeypatch.setattr(check._library, "backends", absent)
+    monkeypatch.setattr(module, function, refuse)
     said = io.StringIO()
     step = _step("llama")
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
     request = types.SimpleNamespace(verify=None)
     made = check.Check(step, request, limits, attention.survey(step, step.inputs(3), 256), Progress(said))
-    made.run_program(None)
-    assert "the program is not checked: etkv's library is not built" in said.getvalue()
+    assert not made.run_program(None)
+    assert f"the program is not checked: {said_by}" in said.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from etkv import _library
+from etkv import _capi, _library
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
 from etkv.export import attention, by_capacity, experts, packing, recurrent
@@ -104,13 +104,14 @@ class Check:
     def run_program(self, program: Path) -> bool:
         """Run ``program`` and compare it. Return whether it was compared.
 
-        Without etkv's library it is not compared, unless a check was requested. Raises :class:`EtkvError` if the
-        program does not run, or if its outputs differ from those of the model.
+        Without etkv's library, or with that of another version, it is not compared, unless a check was requested.
+        Raises :class:`EtkvError` if the program does not run, or if its outputs differ from those of the model.
         """
         if not self._wanted:
             return False
         try:
             _library.backends()
+            _capi.lib()
         except EtkvError as error:
             if self._request.verify:
                 raise EtkvError(f"the program cannot be checked: {error}") from error
