@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 import tiny_families
 from etkv.experts_op import Activation, routed_experts
@@ -158,6 +159,12 @@ def test_weights_that_bfloat16_holds_stay_in_it():
 )
 def test_functions_are_known_by_what_they_compute(family, expected):
     assert of_cpu.find_activation(_mixture(family)) == expected
+
+
+def test_a_factor_that_no_number_of_the_module_has():
+    module = _mixture("qwen3_moe")
+    module.act_fn = ACT2FN["quick_gelu"]
+    assert of_cpu.find_activation(module) == Activation("silu", True, 1.702)
 
 
 def test_a_function_that_the_op_lacks():

@@ -35,6 +35,9 @@ GROUP_SIZE = 32
 _PROBES = 64
 """Number of rows on which functions are compared."""
 
+_QUICK_GELU = 1.702
+"""The factor with which SiLU is transformers' ``quick_gelu``."""
+
 _FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
 """The sizes of the inputs in :func:`find_activation`."""
 
@@ -228,7 +231,7 @@ def _candidates(gated: bool, numbers: list[float]) -> Iterator[Activation]:
     if not gated:
         yield from (Activation(name, gated=False) for name in ACTIVATIONS)
         return
-    for limit, offset, alpha in itertools.product((math.inf, *numbers), (0.0, 1.0), (1.0, *numbers)):
+    for limit, offset, alpha in itertools.product((math.inf, *numbers), (0.0, 1.0), (1.0, _QUICK_GELU, *numbers)):
         for name in ACTIVATIONS if alpha == 1.0 else ("silu",):
             yield Activation(name, True, alpha, limit, offset)
 
