@@ -50,7 +50,7 @@ model: .venv/.ready ## Export SmolLM2-135M-Instruct: BACKEND=mlx or cpu
 	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
 	  --backend $(BACKEND) --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
 demo: build/cmake/build.ninja ## Ask the exported model a question: BACKEND=mlx or cpu
-	@$(IF_BUILT) chat
+	+@$(IF_BUILT) chat
 	@$(BESIDE) model chat BACKEND=$(DEMO)
 	@$(MAKE) --no-print-directory question BACKEND=$(DEMO)
 question:
@@ -66,7 +66,7 @@ rust: lint
 	@tools/test-rust
 # Builds what pytest needs and Rust's tests do not.
 made: .venv/.ready
-	@$(IF_BUILT) build
+	+@$(IF_BUILT) build
 	@$(MAKE) --no-print-directory programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches

@@ -17,8 +17,9 @@ import family_sweep
 from etkv.export import __main__ as command
 from etkv.export import companions
 from etkv.export.progress import Progress, third_party_noise
+from reference import EVERYTHING
 
-KILLED = ("reading the weights", "writing the weights", "serializing", "comparing")
+KILLED = ("writing the weights", "comparing", *(("reading the weights", "serializing") if EVERYTHING else ()))
 """The steps at whose begin an export is killed."""
 
 ENDED = {

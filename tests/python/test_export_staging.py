@@ -37,11 +37,14 @@ def found(tiny, tmp_path_factory) -> dict:
 @pytest.mark.long
 def test_the_next_export_removes_what_a_killed_one_left(found):
     """Each export also removes what the one before it left."""
-    killed = -signal.SIGKILL
-    assert found["killed reading the weights"] == [killed, ".temporary"]
-    assert found["killed writing the weights"] == [killed, *TEMPORARY]
-    assert found["killed serializing"] == [killed, *TEMPORARY]
-    assert found["killed comparing"] == [killed, ".temporary", *TEMPORARY]
+    left = {
+        "reading the weights": [".temporary"],
+        "writing the weights": TEMPORARY,
+        "serializing": TEMPORARY,
+        "comparing": [".temporary", *TEMPORARY],
+    }
+    for step in export_signals.KILLED:
+        assert found[f"killed {step}"] == [-signal.SIGKILL, *left[step]], step
 
 
 @pytest.mark.long

@@ -21,15 +21,12 @@ SHORT = {
     # Families with their own masks, or without attention.
     ("doge", "mlx"): "refused",
     ("rwkv", "mlx"): "refused",
-    # Families that rotate a part of each head, or whose sizes differ between layers.
-    ("gpt_neox", "cpu"): "equal",
+    # A family whose sizes differ between layers.
     ("gemma4_text", "mlx"): "equal",
     # A family whose delegates would form a cycle, and with constants of a distribution.
     ("gemma3n_text, sparse", "cpu"): "equal",
     # A family with a router that scatters.
     ("glm4_moe", "mlx"): "equal",
-    # A family whose norms have a weight for each head.
-    ("cohere, norms of heads", "mlx"): "equal",
 }
 """Cases that run in `make test` -> their outcomes."""
 

@@ -10,6 +10,7 @@ import pytest
 import etkv
 import tiny_models
 from etkv.export import ExportRequest, export_program
+from runners import only_long
 
 LIMIT = 16
 """The original context length of the model, in positions."""
@@ -103,7 +104,7 @@ def phimoe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", ["mlx", "cpu"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("mlx", marks=[pytest.mark.long, only_long])])
 def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, backend):
     program = export_program(
         ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)

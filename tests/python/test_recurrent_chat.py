@@ -8,12 +8,16 @@ import pytest
 
 import etkv
 from etkv.recurrent_layer import BLOCK
+from reference import EVERYTHING
 from test_recurrent_programs import _model
 
 WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
 
-@pytest.fixture(scope="module", params=["lfm2-cpu", "qwen3.5-cpu", "lfm3-window-cpu", "lfm3-window-mlx"])
+CASES = ["qwen3.5-cpu", "lfm3-window-mlx", *(["lfm2-cpu", "lfm3-window-cpu"] if EVERYTHING else [])]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def model(request):
     return _model(*request.param.rsplit("-", 1))
 

@@ -32,6 +32,7 @@ from etkv.export.scratch import Scratch
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
 from etkv.recurrent_layer import BLOCK, RecurrentLayer
+from runners import only_long
 from test_recurrent_models import caches, surveyed
 
 FAMILIES = [
@@ -39,7 +40,7 @@ FAMILIES = [
     "falcon-h1",
     "lfm2",
     *(
-        pytest.param(name, marks=pytest.mark.long)
+        pytest.param(name, marks=[pytest.mark.long, only_long])
         for name in (
             "qwen3-next",
             "olmo-hybrid",
