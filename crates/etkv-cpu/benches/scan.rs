@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use etkv_core::bookkeeping::{AnchorSource, RowSource};
-use etkv_core::{AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentSpec};
+use etkv_core::{AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentSpec, Result};
 use etkv_cpu::attention::synthetic::{Random, Threads};
 use etkv_cpu::recurrent::{scan, Scan, ScanInputs, Workspace};
 use etkv_cpu::{CpuStore, Tensor, View};
@@ -78,20 +78,20 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(model: &Model, n: i32, random: &mut Random) -> Self {
+    fn new(model: &Model, n: i32, random: &mut Random) -> Result<Self> {
         let mut made = |dim: i32, scale: f32, offset: f32| {
             let count = (model.heads * n * dim) as usize;
             let elements: Vec<f32> = (0..count).map(|_| random.number() * scale + offset).collect();
-            Tensor::new([1, model.heads, n, dim], elements).unwrap()
+            Tensor::new([1, model.heads, n, dim], elements)
         };
         let decays = if model.channel_decay { K_DIM } else { 1 };
-        Self {
-            q: made(K_DIM, 0.1, 0.0),
-            k: made(K_DIM, 0.05, 0.0),
-            v: made(model.v_dim, 1.0, 0.0),
-            g: made(decays, 0.01, -0.05),
-            beta: made(1, 0.1, 0.5),
-        }
+        Ok(Self {
+            q: made(K_DIM, 0.1, 0.0)?,
+            k: made(K_DIM, 0.05, 0.0)?,
+            v: made(model.v_dim, 1.0, 0.0)?,
+            g: made(decays, 0.01, -0.05)?,
+            beta: made(1, 0.1, 0.5)?,
+        })
     }
 }
 
@@ -107,7 +107,7 @@ fn read(spec: &RecurrentSpec<View>) -> f32 {
     };
     let mut add_slot = |view: &View, slot: i32| {
         for head in 0..view.n_kv_heads() {
-            add(view.row(0, slot as usize, head).expect("a slot"));
+            view.row(0, slot as usize, head).into_iter().for_each(&mut add);
         }
     };
     let chain = &spec.plan.chains[0];
@@ -126,15 +126,16 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-fn measure(model: &Model) {
+fn measure(model: &Model) -> Result<()> {
     let config = CacheConfig {
         layers: Vec::new(),
         recurrent_layers: vec![model.layer(); model.layers],
         ..CacheConfig::uniform(0, 1, 1, PROMPT + DECODED)
     };
-    let mut cache = CellsCache::<CpuStore>::contiguous(config).unwrap();
+    let mut cache = CellsCache::<CpuStore>::contiguous(config)?;
     let mut random = Random::new(1);
-    let (chunk, one) = (Inputs::new(model, CHUNK, &mut random), Inputs::new(model, 1, &mut random));
+    let chunk = Inputs::new(model, CHUNK, &mut random)?;
+    let one = Inputs::new(model, 1, &mut random)?;
     let mut workspace = Workspace::default();
     let sizes = model.sizes();
     // Microseconds of a scan and of a read, for each number of rows.
@@ -151,11 +152,11 @@ fn measure(model: &Model) {
             beta: model.delta.then_some(&inputs.beta),
         };
         let (mut scans, mut reads) = (Vec::new(), Vec::new());
-        cache.begin(&(position..position + n).collect::<Vec<_>>()).unwrap();
+        cache.begin(&(position..position + n).collect::<Vec<_>>())?;
         for layer in 0..model.layers {
             let update = &mut |spec: &RecurrentSpec<View>| {
                 // A read brings the bytes into the processor's caches, so a layer is either read or scanned first.
-                let is_read = (layer + position as usize) % 2 == 0;
+                let is_read = (layer + position as usize).is_multiple_of(2);
                 if n == 1 && is_read {
                     let start = Instant::now();
                     black_box(read(black_box(spec)));
@@ -169,9 +170,9 @@ fn measure(model: &Model) {
                 black_box(out);
                 Ok(rows)
             };
-            cache.update_recurrent(layer, update).unwrap();
+            cache.update_recurrent(layer, update)?;
         }
-        cache.commit().unwrap();
+        cache.commit()?;
         if n == 1 {
             times.push((position - PROMPT, median(scans), median(reads)));
         }
@@ -183,8 +184,9 @@ fn measure(model: &Model) {
     }
     let total = |of: fn(&(i32, f64, f64)) -> f64| times.iter().map(of).sum::<f64>();
     println!("{:>6}{:>26.2}", "all", total(|time| time.1) / total(|time| time.2));
+    Ok(())
 }
 
-fn main() {
-    MODELS.iter().for_each(measure);
+fn main() -> Result<()> {
+    MODELS.iter().try_for_each(measure)
 }
