@@ -37,6 +37,7 @@ impl Forwards {
     /// Errors of [`SharedCache::program`].
     pub fn new(cache: SharedCache) -> Result<Self> {
         let forwards = etkv_core::Forwards::new(cache.program()?, cache.n_layers());
+        mlx::end_epochs();
         Ok(Self { cache, forwards, masks: true })
     }
 

@@ -84,6 +84,11 @@ inline std::string as_json(const executorch::runtime::EValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
     const auto n = static_cast<size_t>(tensor.numel());
+    // No fact is longer, and a damaged program can have a tensor of any size.
+    constexpr size_t kMaxIntegers = size_t{8} << 16;
+    if (n > kMaxIntegers) {
+      return "null";
+    }
     if (tensor.scalar_type() == ScalarType::Int) {
       return list(tensor.const_data_ptr<int32_t>(), n);
     }

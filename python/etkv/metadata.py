@@ -134,14 +134,14 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
         from etkv.pte import constant_methods
 
         constants = with_dtype(constant_methods(Path(source)), Path(source))
-    values = json.dumps({name: constants[name] for name in _names() if name in constants}, default=_plain).encode()
+    values = json.dumps({name: _plain(constants[name]) for name in _names() if name in constants})
     raw = struct("etkv_metadata")
-    call("etkv_metadata_read", values, raw)
+    call("etkv_metadata_read", values.encode(), raw)
     # The second call fills the arrays.
     raw.layers = layers = ffi.new("etkv_layer_config[]", max(1, raw.n_layers))
     raw.recurrent_layers = recurrent = ffi.new("etkv_recurrent_layer_config[]", max(1, raw.n_recurrent_layers))
     layers[0].struct_size, recurrent[0].struct_size = ffi.sizeof(layers[0]), ffi.sizeof(recurrent[0])
-    call("etkv_metadata_read", values, raw)
+    call("etkv_metadata_read", values.encode(), raw)
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
@@ -157,10 +157,16 @@ def _names() -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a tensor as a list, and an integer of numpy as an int."""
+    """Return ``value`` as JSON has it: an integer, a string, a boolean, or a list of a tensor's or a list's elements.
+    Other values, which no fact has, are returned as their text.
+    """
+    if isinstance(value, str | bool):
+        return value
+    if _is_int(value):
+        return int(value)
     if hasattr(value, "flatten"):
-        return value.flatten().tolist()
-    return int(value) if _is_int(value) else repr(value)
+        value = value.flatten().tolist()
+    return [_plain(element) for element in value] if isinstance(value, list | tuple) else repr(value)
 
 
 def _layer(raw: Any) -> LayerConfig:

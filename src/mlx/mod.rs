@@ -17,7 +17,7 @@ mod shares;
 mod start;
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
 use mlx_rs::{Device, DeviceType, Stream};
@@ -50,16 +50,24 @@ thread_local! {
 /// The number that [`epoch`] returns. It changes only while `LOCK` is held.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
 
+/// Whether a host has views of caches, which it may read without this module.
+static HAS_VIEWS: AtomicBool = AtomicBool::new(false);
+
 /// Returns a number that changes whenever an existing array may have moved in memory, or been replaced in a cache:
 /// when work runs in MLX, when the host reads elements, and with [`hold`]. It does not change when a thread only
 /// [enters](enter), as a CUDA graph does that reads and writes arrays by their addresses.
 #[doc(hidden)]
 pub fn epoch(_held: &Mlx) -> u64 {
-    if HAS_STREAM.get() {
-        // The caller is in the middle of other work.
+    // The caller may be in the middle of other work, and a host may do some at any time.
+    if HAS_STREAM.get() || HAS_VIEWS.load(Ordering::Relaxed) {
         begin_epoch();
     }
     EPOCH.load(Ordering::Relaxed)
+}
+
+/// From now on each call of [`epoch`] returns another number: a host gets views of caches.
+pub(crate) fn end_epochs() {
+    HAS_VIEWS.store(true, Ordering::Relaxed);
 }
 
 fn begin_epoch() {

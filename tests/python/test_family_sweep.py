@@ -25,6 +25,8 @@ SHORT = {
     ("gemma4_text", "mlx"): "equal",
     # A family whose delegates would form a cycle, and with constants of a distribution.
     ("gemma3n_text, sparse", "cpu"): "equal",
+    # A family that scales queries by their positions.
+    ("llama4_text, scaled queries", "cpu"): "equal",
     # A family with a router that scatters.
     ("glm4_moe", "mlx"): "equal",
 }

@@ -115,6 +115,15 @@ def test_one_layer_with_a_list_of_one(tmp_path):
         assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, window=16),)
 
 
+def test_numbers_of_numpy_and_values_that_no_fact_has():
+    facts = {"kv_cache.schema_version": np.int64(1), "kv_cache.n_layers": np.int32(2), "kv_cache.head_dim": 64}
+    read = read_kv_cache_metadata({**facts, "kv_cache.n_kv_heads": [8, np.int64(4)]})
+    assert [layer.n_kv_heads for layer in read.layers] == [8, 4]
+    for value in (float("nan"), [8, float("inf")], torch.tensor([1.0, float("nan")]), {"a": 1}):
+        with pytest.raises(etkv.ProgramError, match="`kv_cache.n_kv_heads` is not one integer for each of 2 layers"):
+            read_kv_cache_metadata({**facts, "kv_cache.n_kv_heads": value})
+
+
 def test_metadata_of_the_exporter(exported):
     """In a program of this package's exporter, layers and steps are those of the tiny model."""
     params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")

@@ -68,3 +68,13 @@ def test_an_export_refuses_weights_that_are_not_finite(tiny, tmp_path, backend, 
             test_kept_weights_cpu._packed(folder, tmp_path / "out", "8da4w")
         else:
             test_kept_weights._packed(folder, tmp_path / "out", quantize="4w")
+
+
+def test_a_bias_beside_a_packed_matrix_is_checked(tiny, tmp_path):
+    folder = shutil.copytree(tiny("tiny-qwen2"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.bias"][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(EtkvError, match=r"weight model\.layers\.1\.self_attn\.q_proj\.bias has 1 values of 64"):
+        test_kept_weights_cpu._packed(folder, tmp_path / "out", "8da4w")

@@ -128,6 +128,7 @@ class Packing:
 
         place = core_model_loading.set_param_for_module
         packed: set[torch.nn.Module] | None = None
+        of_text: set[torch.nn.Module] = set()
 
         def placed(model: PreTrainedModel, name: str, *arguments: Any) -> None:
             nonlocal packed
@@ -135,13 +136,15 @@ class Packing:
             if packed is None:
                 scaled_experts.take(model)
                 packed = self._to_pack(model) if is_packed else set()
+                of_text.update(module for _, module in _modules_of_text(model))
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
             self._stored[module, attribute] = taken()
             weights = list(module.parameters(recurse=False))
             read = module._parameters.get(attribute)
-            if read is not None and not (module in packed and self._packer is not None and self._packer.rounds):
-                # A packer that rounds checks its weights.
+            # A packer that rounds checks the matrices that it packs.
+            is_rounded = module in packed and attribute in _matrices(module) and getattr(self._packer, "rounds", False)
+            if read is not None and module in of_text and not is_rounded:
                 _check_finite(name, read)
             if read is not None and module not in packed and not read.is_meta:
                 read.data = self._scratch.keep(read.data)
@@ -256,6 +259,11 @@ class Packing:
         self.kept += kept is not None
         self.repacked += kept is None and packer.rounds
         return kept
+
+
+def _matrices(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of ``module`` that packers pack. The others are biases."""
+    return experts.names(module) if experts.are_plain(module) else ("weight",)
 
 
 def _check_finite(name: str, weight: torch.Tensor) -> None:

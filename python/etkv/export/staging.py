@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,9 @@ _LOCK = "lock"
 """The file that a living export keeps locked. The system releases the lock when the process ends, however it ends."""
 
 _FILES = "files"
+
+_PATIENCE = 30.0
+"""Seconds to wait for another export that moves its files. It moves them in milliseconds."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,7 +56,8 @@ class TemporaryFolder:
 
     def __exit__(self, *_: object) -> None:
         with deferred_interrupts():
-            shutil.rmtree(self._root, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(self._root)
             self._lock.close()
             self._remove_made()
 
@@ -73,9 +78,11 @@ def _locked(folder: Path) -> tuple[Path, TextIO]:
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
         try:
             lock = (root / _LOCK).open("w")
-            # Without support for locks, other exports cannot lock the file either, and leave the folder in place.
-            with contextlib.suppress(OSError):
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                # Without a file that they can lock, other exports leave the folder in place.
+                (root / _LOCK).unlink()
             (root / _FILES).mkdir()
             return root, lock
         except FileNotFoundError:
@@ -104,26 +111,48 @@ def _remove_leftover(root: Path) -> bool:
             return True
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Remove the lock last: without it, a folder that is not empty would stay forever.
-            for path in root.iterdir():
-                if path.name != _LOCK:
-                    shutil.rmtree(path)
-            shutil.rmtree(root)
-            return True
+            return _remove(root)
     return False
+
+
+def _remove(root: Path) -> bool:
+    """Remove a temporary folder. Return whether it is gone.
+
+    The lock goes last: without it, a folder that is not empty would stay forever.
+    """
+    for path in root.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink(missing_ok=True)
+    if not (root / _FILES).exists():
+        shutil.rmtree(root, ignore_errors=True)
+    return not root.exists()
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other export is in such a block for ``folder``, so that files of two exports are not mixed."""
+    """Wait until no other export is in such a block for ``folder``, so that files of two exports are not mixed. Do not
+    wait longer than :data:`_PATIENCE`.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # Some network file systems have no locks for folders.
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock_patiently(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_patiently(descriptor: int) -> None:
+    """Lock a file, or give up after :data:`_PATIENCE`: not only exports lock folders, and some never unlock them."""
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager

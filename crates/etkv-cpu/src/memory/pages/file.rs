@@ -147,6 +147,9 @@ mod tests {
         let shared = Arc::clone(&runs[0].shared);
         assert!(runs.iter().all(|run| Arc::ptr_eq(&run.shared, &shared)));
         let ranges: Vec<(u64, u64)> = runs.iter().map(|run| (run.start, run.len)).collect();
+        for &(start, _) in &ranges {
+            assert_eq!(data_from(&shared.file, start), start);
+        }
         let reader = Arc::clone(&runs[40]);
         drop(runs);
         for &(start, len) in &ranges {
