@@ -120,7 +120,7 @@ def test_numbers_of_numpy_and_values_that_no_fact_has():
     read = read_kv_cache_metadata({**facts, "kv_cache.n_kv_heads": [8, np.int64(4)]})
     assert [layer.n_kv_heads for layer in read.layers] == [8, 4]
     for value in (float("nan"), [8, float("inf")], torch.tensor([1.0, float("nan")]), {"a": 1}):
-        with pytest.raises(etkv.ProgramError, match="`kv_cache.n_kv_heads` is not one integer for each of 2 layers"):
+        with pytest.raises(etkv.ProgramError, match=r"`kv_cache\.n_kv_heads` is not one integer for each of 2 layers"):
             read_kv_cache_metadata({**facts, "kv_cache.n_kv_heads": value})
 
 
