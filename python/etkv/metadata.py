@@ -134,14 +134,14 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
         from etkv.pte import constant_methods
 
         constants = with_dtype(constant_methods(Path(source)), Path(source))
-    values = json.dumps({name: _plain(constants[name]) for name in _names() if name in constants})
+    values = json.dumps({name: _plain(constants[name]) for name in _names() if name in constants}).encode()
     raw = struct("etkv_metadata")
-    call("etkv_metadata_read", values.encode(), raw)
+    call("etkv_metadata_read", values, raw)
     # The second call fills the arrays.
     raw.layers = layers = ffi.new("etkv_layer_config[]", max(1, raw.n_layers))
     raw.recurrent_layers = recurrent = ffi.new("etkv_recurrent_layer_config[]", max(1, raw.n_recurrent_layers))
     layers[0].struct_size, recurrent[0].struct_size = ffi.sizeof(layers[0]), ffi.sizeof(recurrent[0])
-    call("etkv_metadata_read", values.encode(), raw)
+    call("etkv_metadata_read", values, raw)
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")

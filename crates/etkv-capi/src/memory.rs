@@ -9,7 +9,7 @@ use etkv_core::{
 };
 use parking_lot::RwLock;
 
-use super::boundary::{boundary, out, read_grown, read_struct};
+use super::boundary::{boundary, fill_layers, out, read_grown, read_struct, room};
 use super::error::etkv_error;
 
 /// Bytes of one layer's buffers; see the header.
@@ -105,50 +105,6 @@ pub(super) unsafe fn fill_memory(
     // SAFETY: the caller guarantees that its struct has that size.
     unsafe { memory.cast::<u8>().copy_from_nonoverlapping((&raw const filled).cast(), size) };
     Ok(())
-}
-
-/// Returns the size of the caller's structs for the layers of a cache, or `None` without room for them.
-///
-/// # Safety
-/// `layers` is NULL or points to `room` structs as the header says.
-pub(super) unsafe fn room<T: Copy>(
-    layers: *mut T,
-    room: usize,
-    n: usize,
-    name: &str,
-) -> Result<Option<usize>> {
-    if room == 0 {
-        if !layers.is_null() && n > 0 {
-            fail!(InvalidArgument, "{name} has room for 0, there are {n}");
-        }
-        return Ok(None);
-    }
-    out(layers, name)?;
-    if room != n {
-        fail!(InvalidArgument, "{name} has room for {room}, there are {n}");
-    }
-    // SAFETY: the caller guarantees that the struct begins with its size.
-    unsafe {
-        read_struct(layers, name)?;
-        Ok(Some(layers.cast::<usize>().read()))
-    }
-}
-
-/// Fills the caller's structs, `size` bytes apart, if the caller passed any.
-///
-/// # Safety
-/// `layers` points to a struct for each of `found`, if there is a size.
-pub(super) unsafe fn fill_layers<T, Layer>(
-    layers: *mut T,
-    size: Option<usize>,
-    found: &[Layer],
-    fill: impl Fn(usize, &Layer) -> T,
-) {
-    let Some(size) = size else { return };
-    for (id, layer) in found.iter().enumerate() {
-        // SAFETY: within the caller's list, whose structs have the size of the first.
-        unsafe { layers.byte_add(id * size).write(fill(size, layer)) };
-    }
 }
 
 /// Bytes of all caches' buffers, and their limit; see the header.

@@ -5,10 +5,9 @@ use std::sync::LazyLock;
 
 use etkv_core::{Error, LayerMetadata, Metadata, RecurrentLayer, Status};
 
-use super::boundary::{boundary, out, read_struct, text, value};
+use super::boundary::{boundary, fill_layers, out, read_struct, room, text, value};
 use super::config::{etkv_layer_config, etkv_recurrent_layer_config, DTYPES};
 use super::error::etkv_error;
-use super::memory::{fill_layers, room};
 
 /// The facts of a program's caches; see the header.
 #[allow(non_camel_case_types)]
