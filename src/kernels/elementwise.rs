@@ -1,6 +1,7 @@
 //! Kernels of element-wise functions, whose texts callers generate.
 
 use std::ffi::CString;
+use std::sync::Arc;
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -12,6 +13,26 @@ use crate::error::{Error, Result, Status};
 
 /// The number of threads of a block.
 const THREADS: i32 = 256;
+
+/// A function of an element's indices, as CUDA text: statements that end with `return`. Kernels define the names of its
+/// inputs and indices. It may call the functions of `elementwise.cuh` of `etkv_cuda`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Function(Arc<str>);
+
+impl Function {
+    /// The maximum number of arrays that a function reads.
+    pub const MAX_INPUTS: usize = 8;
+
+    /// Returns the function with these statements.
+    pub fn new(body: &str) -> Self {
+        Self(Arc::from(body))
+    }
+
+    /// Returns the statements.
+    pub fn body(&self) -> &str {
+        &self.0
+    }
+}
 
 /// A kernel that computes each element of its result in a thread. Used under the lock of MLX only.
 pub struct ElementwiseKernel(Kernel);

@@ -28,7 +28,7 @@ use tracing::warn;
 
 pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
-pub use self::elementwise::ElementwiseKernel;
+pub use self::elementwise::{ElementwiseKernel, Function};
 pub use self::finite::{non_finite, MAX_ARRAYS};
 pub use self::linear::{few_rows, Gate, Product, RmsNorm, Rotation, MAX_ROWS};
 pub use self::norm::{norm, Norm};

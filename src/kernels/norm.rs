@@ -3,11 +3,13 @@
 //! MLX's function computes in the common dtype of the rows and the weight. Each conversion to that dtype is another
 //! launch. See `norm_rows.cuh` of `etkv_cuda`.
 
+use std::ffi::CStr;
+
 use etkv_cuda::text;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 
-use super::by_text::TextKernels;
+use super::by_text::{Template, TextKernels};
 use super::{can_run, elements_of};
 use crate::error::Result;
 
@@ -32,7 +34,8 @@ pub struct Norm<'a> {
     pub dtype: Dtype,
 }
 
-static KERNELS: Mutex<TextKernels> = Mutex::new(TextKernels::new("norm_rows", text::NORM_ROWS));
+static KERNELS: Mutex<TextKernels<NormTemplate>> =
+    Mutex::new(TextKernels::new("norm_rows", &[text::NORM_ROWS]));
 
 /// Returns the normalized rows, rounded once, if the kernel supports the call.
 pub fn norm(call: &Norm) -> Result<Option<Array>> {
@@ -45,17 +48,15 @@ pub fn norm(call: &Norm) -> Result<Option<Array>> {
     let inputs = [(c"x", Some(call.x)), (c"weight", call.weight), (c"scale", call.scale)];
     let outputs = [(c"out", call.x.shape(), call.dtype)];
     let threads = [launch.rows * launch.block, 1, 1];
-    let text = launch.text(call);
-    let mut kernels = KERNELS.lock();
-    let made = kernels.launch(c"etkv_norm_rows", text, &inputs, &outputs, threads, launch.block)?;
+    let template = launch.template;
+    let made = KERNELS.lock().launch(template, &inputs, &outputs, threads, launch.block)?;
     Ok(made.and_then(|made| made.into_iter().next()))
 }
 
 /// A call that the kernel supports.
 #[derive(Debug, PartialEq)]
 struct Launch {
-    /// The names of the dtypes of the rows, the weight and the result in CUDA.
-    elements: [&'static str; 3],
+    template: NormTemplate,
     rows: i32,
     /// The number of threads of a block.
     block: i32,
@@ -75,16 +76,38 @@ impl Launch {
         let warps = threads / WARP + i32::from(threads % WARP != 0);
         let block = warps.saturating_mul(WARP).min(MAX_THREADS);
         rows.checked_mul(block).filter(|_| fits)?;
-        let elements = elements_of([call.x.dtype(), weight_dtype, call.dtype])?;
-        Some(Self { elements, rows, block })
+        let template = NormTemplate {
+            elements: elements_of([call.x.dtype(), weight_dtype, call.dtype])?,
+            n_axes: call.x.ndim(),
+            has_weight: call.weight.is_some(),
+            has_scale: call.scale.is_some(),
+            eps: call.eps.to_bits() as i32,
+        };
+        Some(Self { template, rows, block })
+    }
+}
+
+/// What the text of a kernel depends on.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct NormTemplate {
+    /// The names of the dtypes of the rows, the weight and the result in CUDA.
+    elements: [&'static str; 3],
+    n_axes: usize,
+    has_weight: bool,
+    has_scale: bool,
+    /// The bits of the number.
+    eps: i32,
+}
+
+impl Template for NormTemplate {
+    fn name(&self) -> &'static CStr {
+        c"etkv_norm_rows"
     }
 
-    /// Returns the text of the kernel's own function. It computes the offset of a row from the row's indices along
-    /// all axes except the last.
-    fn text(&self, call: &Norm) -> String {
-        let ([x, weight, out], last) = (self.elements, call.x.ndim() - 1);
-        let (has_weight, has_scale) = (call.weight.is_some(), call.scale.is_some());
-        let eps = call.eps.to_bits() as i32;
+    /// The kernel computes the offset of a row from the row's indices along all axes except the last.
+    fn text(&self) -> String {
+        let Self { elements: [x, weight, out], n_axes, has_weight, has_scale, eps } = *self;
+        let last = n_axes - 1;
         let mut text = String::from(
             "__shared__ float squares[etkv::MAX_NORM_WARPS];\nint row = blockIdx.x;\nlong long at = 0;\n",
         );

@@ -2,15 +2,15 @@
 //! MLX's operations would need some thirty launches. See `recurrent.cuh` of `etkv_cuda`.
 
 use std::ffi::CStr;
-use std::fmt::Write;
 
 use etkv_cuda::text;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
-use super::by_text::TextKernels;
-use super::{can_run, elements_of};
-use crate::error::{Error, Result, Status};
+use super::by_text::{Template, TextKernels};
+use super::{can_run, element, elements_of, Function};
+use crate::error::Result;
 
 /// The maximum number of tokens of a group, as in the kernel.
 pub const MAX_GROUP_TOKENS: usize = 16;
@@ -52,19 +52,25 @@ pub struct Convolution<'a> {
     pub out_dtype: Dtype,
 }
 
-/// The inputs of a recurrence over groups of a few tokens. States in slots are float32, and each head has one decay.
+/// A recurrence over groups of a few tokens. States in slots are float32, and each head has one decay.
 #[derive(Debug, Clone, Copy)]
 pub struct Scan<'a> {
-    /// `[1, k_heads, T, k_dim]`.
-    pub q: &'a Array,
-    /// `[1, k_heads, T, k_dim]`.
-    pub k: &'a Array,
-    /// `[1, heads, T, v_dim]`.
-    pub v: &'a Array,
-    /// `[1, heads, T]`.
-    pub g: &'a Array,
-    /// `[1, heads, T]`, if the recurrence uses the delta rule.
-    pub beta: Option<&'a Array>,
+    /// The number of tokens of the step, `T`.
+    pub n_tokens: i32,
+    /// The number of heads of keys.
+    pub k_heads: i32,
+    /// The number of heads, a multiple of `k_heads`.
+    pub heads: i32,
+    /// The number of elements of a key.
+    pub k_dim: i32,
+    /// The number of elements of a value.
+    pub v_dim: i32,
+    /// The queries and keys of `k_heads` heads, and the values of `heads` heads.
+    pub rows: [Rows<'a>; 3],
+    /// The log decays.
+    pub decays: Numbers<'a>,
+    /// The write strengths, if the recurrence uses the delta rule.
+    pub strengths: Option<Numbers<'a>>,
     /// The layer's buffers of slots.
     pub stored: Stored<'a>,
     /// The states that the step itself computed, `[1, heads, F, k_dim * v_dim]`.
@@ -77,6 +83,41 @@ pub struct Scan<'a> {
     pub scale: f32,
     /// The dtype of the outputs.
     pub out_dtype: Dtype,
+}
+
+/// A vector for each head of each token.
+#[derive(Debug, Clone, Copy)]
+pub enum Rows<'a> {
+    /// `[1, heads, T, dim]`.
+    Heads(&'a Array),
+    /// Columns of `[1, T, columns]`: the vectors of all heads, one after the other, from column `start` on.
+    Columns {
+        /// The array.
+        x: &'a Array,
+        /// The first column.
+        start: i32,
+        /// The norm of each vector.
+        norm: Option<HeadNorm>,
+    },
+}
+
+/// An RMS norm of the vector of a head, times a factor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNorm {
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Multiplies the normalized elements.
+    pub factor: f32,
+}
+
+/// A number for each head of each token.
+#[derive(Debug, Clone, Copy)]
+pub enum Numbers<'a> {
+    /// `[1, heads, T]`.
+    Heads(&'a Array),
+    /// A function of the token and the head, whose inputs are named `g0`, `g1`… for decays, and `b0`, `b1`… for write
+    /// strengths. It reads the variables `token` and `head`.
+    Function(&'a Function, &'a [&'a Array]),
 }
 
 /// The buffers of a recurrent layer, which are indexed by slot.
@@ -100,17 +141,17 @@ pub struct Scanned {
     pub updates: Array,
 }
 
-static KERNELS: Mutex<TextKernels> = Mutex::new(TextKernels::new("recurrent", text::RECURRENT));
+static KERNELS: Mutex<TextKernels<RecurrentTemplate>> =
+    Mutex::new(TextKernels::new("recurrent", &[text::ELEMENTWISE, text::RECURRENT]));
 
-/// Launches the kernel of a text in blocks of [`THREADS`].
+/// Launches a kernel in blocks of [`THREADS`].
 fn launch(
-    name: &CStr,
-    call: String,
+    template: RecurrentTemplate,
     inputs: &[(&CStr, Option<&Array>)],
     outputs: &[(&CStr, &[i32], Dtype)],
     [x, y, z]: [i32; 3],
 ) -> Result<Option<Vec<Array>>> {
-    KERNELS.lock().launch(name, call, inputs, outputs, [x * THREADS, y, z], THREADS)
+    KERNELS.lock().launch(template, inputs, outputs, [x * THREADS, y, z], THREADS)
 }
 
 /// Computes a convolution. Returns the outputs, `[1, channels, T]`, and the columns of the tokens in float32, `[1, 1,
@@ -129,18 +170,11 @@ pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     if !can_run()? {
         return Ok(None);
     }
-    let [x, weight, bias, out] = types;
-    let (has_bias, silu) = (call.bias.is_some(), call.silu);
-    let text = format!(
-        "etkv::Convolution<{x}, {weight}, {bias}, {out}, {has_bias}, {silu}> work;\n\
-         work.x = {{x, 0, x_strides[1], x_strides[2]}};\n\
-         work.weight = {{weight, 0, weight_strides[0], weight_strides[1]}};\n\
-         work.bias = bias; work.bias_step = bias_strides[0];\n\
-         work.stored = {{stored, 0, stored_strides[2], stored_strides[3]}};\n\
-         work.before = before;\n\
-         work.channels = x_shape[1]; work.tokens = x_shape[2]; work.width = weight_shape[1];\n\
-         work.run(out, columns);\n"
-    );
+    let template = RecurrentTemplate::Convolve {
+        elements: types,
+        has_bias: call.bias.is_some(),
+        silu: call.silu,
+    };
     let inputs = [
         (c"x", Some(call.x)),
         (c"weight", Some(call.weight)),
@@ -152,7 +186,7 @@ pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     let rows = [1, 1, tokens, channels];
     let outputs = [(c"out", &shape[..], call.out_dtype), (c"columns", &rows[..], Dtype::Float32)];
     let blocks = [(elements + THREADS - 1) / THREADS, 1, 1];
-    match launch(c"etkv_convolve", text, &inputs, &outputs, blocks)?.as_deref() {
+    match launch(template, &inputs, &outputs, blocks)?.as_deref() {
         Some([out, columns]) => Ok(Some((out.transpose_axes(&[0, 2, 1])?, columns.clone()))),
         _ => Ok(None),
     }
@@ -166,62 +200,48 @@ pub fn takes(k_dim: i32, v_dim: i32, heads: i32) -> Result<bool> {
 
 /// Computes a recurrence whose sizes [`takes`] accepts. Returns `None` if the kernel does not support the dtypes.
 pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
-    let (k_heads, tokens, k_dim) = (call.k.dim(1), call.k.dim(2), call.k.dim(3));
-    let (heads, v_dim) = (call.v.dim(1), call.v.dim(3));
-    let beta_dtype = call.beta.map_or(Dtype::Float32, Array::dtype);
-    let dtypes = [call.q.dtype(), call.k.dtype(), call.v.dtype(), call.g.dtype(), beta_dtype];
-    let (Some([q, k, v, g, beta]), Some([out])) =
-        (elements_of(dtypes), elements_of([call.out_dtype]))
-    else {
-        return Ok(None);
-    };
+    let Scan { n_tokens, k_heads, heads, k_dim, v_dim, .. } = *call;
     if call.n_groups > MAX_BLOCKS {
         return Ok(None);
     }
-    let (delta, scale) = (call.beta.is_some(), call.scale.to_bits() as i32);
-    let mut text =
-        format!("etkv::Scan<{k_dim}, {delta}, {q}, {k}, {v}, {g}, {beta}, {out}> work;\n");
-    for rows in ["q", "k", "v", "keys", "updates", "anchors", "folds"] {
-        add_rows(&mut text, rows)?;
-    }
-    for vector in ["g", "beta"] {
-        add(
-            &mut text,
-            format_args!(
-                "work.{vector} = {{{vector}, {vector}_strides[1], {vector}_strides[2], 0}};\n"
-            ),
-        )?;
-    }
-    add(
-        &mut text,
-        format_args!(
-            "work.plan = plan;\n\
-             work.share = v_shape[1] / k_shape[1]; work.v_dim = v_shape[3]; work.tokens = v_shape[2];\n\
-             work.scale = __int_as_float({scale});\n\
-             work.run(out, new_keys, new_updates);\n"
-        ),
-    )?;
-    let inputs = [
-        (c"q", Some(call.q)),
-        (c"k", Some(call.k)),
-        (c"v", Some(call.v)),
-        (c"g", Some(call.g)),
-        (c"beta", call.beta),
+    let Some(template) = ScanTemplate::of(call) else {
+        return Ok(None);
+    };
+    let [q, k, v] = call.rows.map(|rows| match rows {
+        Rows::Heads(x) | Rows::Columns { x, .. } => Some(x),
+    });
+    let mut inputs: SmallVec<[(&CStr, Option<&Array>); 24]> = SmallVec::from_slice(&[
+        (c"q", q),
+        (c"k", k),
+        (c"v", v),
         (c"keys", call.stored.keys),
         (c"updates", call.stored.updates),
         (c"anchors", call.stored.anchors),
         (c"folds", call.folds),
         (c"plan", Some(call.groups)),
+    ]);
+    for (names, numbers) in GATE_NAMES.iter().zip([Some(call.decays), call.strengths]) {
+        match numbers {
+            Some(Numbers::Heads(x)) => inputs.push((names[0], Some(x))),
+            Some(Numbers::Function(_, of)) => {
+                inputs.extend(names.iter().zip(of).map(|(&name, &x)| (name, Some(x))));
+            }
+            None => {}
+        }
+    }
+    let shapes = [
+        [1, n_tokens, heads, v_dim],
+        [1, k_heads, n_tokens, k_dim],
+        [1, heads, n_tokens, v_dim + 1],
     ];
-    let shapes =
-        [[1, tokens, heads, v_dim], [1, k_heads, tokens, k_dim], [1, heads, tokens, v_dim + 1]];
     let outputs = [
         (c"out", &shapes[0][..], call.out_dtype),
         (c"new_keys", &shapes[1][..], Dtype::Float32),
         (c"new_updates", &shapes[2][..], Dtype::Float32),
     ];
     let blocks = [(v_dim + STATE_COLUMNS - 1) / STATE_COLUMNS, heads, call.n_groups];
-    match launch(c"etkv_scan", text, &inputs, &outputs, blocks)?.as_deref() {
+    let template = RecurrentTemplate::Scan(Box::new(template));
+    match launch(template, &inputs, &outputs, blocks)?.as_deref() {
         Some([out, keys, updates]) => Ok(Some(Scanned {
             out: out.transpose_axes(&[0, 2, 1, 3])?,
             keys: keys.clone(),
@@ -246,18 +266,6 @@ pub fn fold(
     if n > MAX_BLOCKS {
         return Ok(None);
     }
-    let mut text = format!("etkv::Fold<{k_dim}> work;\n");
-    for rows in ["keys", "updates", "anchors"] {
-        add_rows(&mut text, rows)?;
-    }
-    add(
-        &mut text,
-        format_args!(
-            "work.plan = plan;\n\
-             work.share = updates_shape[1] / keys_shape[1]; work.v_dim = updates_shape[3] - 1;\n\
-             work.run(out);\n"
-        ),
-    )?;
     let inputs = [
         (c"keys", Some(keys)),
         (c"updates", Some(updates)),
@@ -268,21 +276,205 @@ pub fn fold(
     let shape = [1, heads, n, k_dim * v_dim];
     let outputs = [(c"out", &shape[..], Dtype::Float32)];
     let grid = [(v_dim + STATE_COLUMNS - 1) / STATE_COLUMNS, heads, n];
-    let made = launch(c"etkv_fold", text, &inputs, &outputs, grid)?;
+    let template = RecurrentTemplate::Fold { k_dim, share: heads / keys.dim(1), v_dim };
+    let made = launch(template, &inputs, &outputs, grid)?;
     Ok(made.and_then(|made| made.into_iter().next()))
 }
 
-/// Appends the assignment of an array `[1, heads, rows, columns]` to `text`.
-fn add_rows(text: &mut String, name: &str) -> Result<()> {
-    add(
-        text,
-        format_args!(
-            "work.{name} = {{{name}, {name}_strides[1], {name}_strides[2], {name}_strides[3]}};\n"
-        ),
-    )
+/// What the text of a kernel depends on.
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum RecurrentTemplate {
+    Convolve {
+        /// The names of the dtypes of the columns, the weight, the bias and the result in CUDA.
+        elements: [&'static str; 4],
+        has_bias: bool,
+        silu: bool,
+    },
+    Scan(Box<ScanTemplate>),
+    Fold {
+        k_dim: i32,
+        share: i32,
+        v_dim: i32,
+    },
 }
 
-fn add(text: &mut String, line: std::fmt::Arguments) -> Result<()> {
-    text.write_fmt(line)
-        .map_err(|_| Error::new(Status::Internal, "cannot write the text of a kernel"))
+/// What the text of a scan depends on.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct ScanTemplate {
+    k_dim: i32,
+    share: i32,
+    v_dim: i32,
+    /// Queries, keys and values.
+    rows: [RowsTemplate; 3],
+    /// The names of the dtypes of all inputs of rows and numbers in CUDA.
+    elements: SmallVec<[&'static str; 8]>,
+    decays: NumbersTemplate,
+    strengths: Option<NumbersTemplate>,
+    /// The bits of the factor.
+    scale: i32,
+    /// The name of the dtype of the outputs in CUDA.
+    out: &'static str,
+}
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum RowsTemplate {
+    Heads,
+    /// The first column, and the bits of the norm's numbers.
+    Columns(i32, Option<[i32; 2]>),
+}
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum NumbersTemplate {
+    Heads,
+    Function(Function),
+}
+
+/// The names of the inputs of decays and write strengths.
+const GATE_NAMES: [[&CStr; Function::MAX_INPUTS]; 2] = [
+    [c"g0", c"g1", c"g2", c"g3", c"g4", c"g5", c"g6", c"g7"],
+    [c"b0", c"b1", c"b2", c"b3", c"b4", c"b5", c"b6", c"b7"],
+];
+
+impl ScanTemplate {
+    /// Returns `None` if the kernel does not support a dtype.
+    fn of(call: &Scan) -> Option<Self> {
+        let mut elements = SmallVec::new();
+        let mut add = |x: &Array| element(x.dtype()).map(|(name, _)| elements.push(name));
+        let rows = call.rows.map(|rows| match rows {
+            Rows::Heads(x) => add(x).map(|()| RowsTemplate::Heads),
+            Rows::Columns { x, start, norm } => {
+                let bits = |number: f32| number.to_bits() as i32;
+                let norm = norm.map(|norm| [bits(norm.eps), bits(norm.factor)]);
+                add(x).map(|()| RowsTemplate::Columns(start, norm))
+            }
+        });
+        let mut numbers = |numbers: Numbers| match numbers {
+            Numbers::Heads(x) => add(x).map(|()| NumbersTemplate::Heads),
+            Numbers::Function(function, of) => {
+                of.iter().try_for_each(|x| add(x))?;
+                (of.len() <= Function::MAX_INPUTS)
+                    .then(|| NumbersTemplate::Function(function.clone()))
+            }
+        };
+        let decays = numbers(call.decays)?;
+        let strengths = match call.strengths {
+            Some(strengths) => Some(numbers(strengths)?),
+            None => None,
+        };
+        let [q, k, v] = rows;
+        Some(Self {
+            k_dim: call.k_dim,
+            share: call.heads / call.k_heads,
+            v_dim: call.v_dim,
+            rows: [q?, k?, v?],
+            elements,
+            decays,
+            strengths,
+            scale: call.scale.to_bits() as i32,
+            out: element(call.out_dtype)?.0,
+        })
+    }
+
+    fn text(&self) -> String {
+        let Self { k_dim, share, v_dim, scale, out, .. } = self;
+        let delta = self.strengths.is_some();
+        let mut text = format!("etkv::Scan<{k_dim}, {delta}, {out}> work;\n");
+        for rows in ["keys", "updates", "anchors", "folds"] {
+            text += &stored_rows(rows);
+        }
+        for (name, rows) in ["q", "k"].iter().zip(&self.rows) {
+            let norm = match rows {
+                RowsTemplate::Columns(_, norm) => norm,
+                RowsTemplate::Heads => &None,
+            };
+            let ([eps, factor], is_on) = (norm.unwrap_or_default(), norm.is_some());
+            text += &format!(
+                "work.{name}_norm = {{{is_on}, __int_as_float({eps}), __int_as_float({factor})}};\n"
+            );
+        }
+        for ((name, rows), dim) in ["q", "k", "v"].iter().zip(&self.rows).zip([k_dim, k_dim, v_dim])
+        {
+            let at = match rows {
+                RowsTemplate::Heads => format!(
+                    "head * static_cast<long long>({name}_strides[1]) + token * \
+                     static_cast<long long>({name}_strides[2]) + column * \
+                     static_cast<long long>({name}_strides[3])"
+                ),
+                RowsTemplate::Columns(start, _) => format!(
+                    "token * static_cast<long long>({name}_strides[1]) + \
+                     ({start} + head * {dim} + column) * static_cast<long long>({name}_strides[2])"
+                ),
+            };
+            text += &format!(
+                "auto {name}_at = [&](int head, int token, int column) {{ return static_cast<float>({name}[{at}]); }};\n"
+            );
+        }
+        let no_strengths = Some(NumbersTemplate::Function(Function::new("return 0.0f;\n")));
+        let strengths = self.strengths.as_ref().or(no_strengths.as_ref());
+        for (name, numbers) in ["g", "b"].iter().zip([Some(&self.decays), strengths]) {
+            text += &format!("auto {name}_at = [&](int head, int token) -> float {{\n");
+            match numbers {
+                Some(NumbersTemplate::Function(function)) => text += function.body(),
+                _ => {
+                    text += &format!(
+                        "return static_cast<float>({name}0[head * static_cast<long long>({name}0_strides[1]) + \
+                         token * static_cast<long long>({name}0_strides[2])]);\n"
+                    );
+                }
+            }
+            text += "};\n";
+        }
+        // The axis of tokens of the values.
+        let axis = match self.rows[2] {
+            RowsTemplate::Heads => 2,
+            RowsTemplate::Columns(..) => 1,
+        };
+        text += &format!(
+            "work.plan = plan; work.share = {share}; work.v_dim = {v_dim}; work.tokens = v_shape[{axis}];\n\
+             work.scale = __int_as_float({scale});\n\
+             work.run(q_at, k_at, v_at, g_at, b_at, out, new_keys, new_updates);\n"
+        );
+        text
+    }
+}
+
+impl Template for RecurrentTemplate {
+    fn name(&self) -> &'static CStr {
+        match self {
+            Self::Convolve { .. } => c"etkv_convolve",
+            Self::Scan(_) => c"etkv_scan",
+            Self::Fold { .. } => c"etkv_fold",
+        }
+    }
+
+    fn text(&self) -> String {
+        match self {
+            Self::Convolve { elements: [x, weight, bias, out], has_bias, silu } => format!(
+                "etkv::Convolution<{x}, {weight}, {bias}, {out}, {has_bias}, {silu}> work;\n\
+                 work.x = {{x, 0, x_strides[1], x_strides[2]}};\n\
+                 work.weight = {{weight, 0, weight_strides[0], weight_strides[1]}};\n\
+                 work.bias = bias; work.bias_step = bias_strides[0];\n\
+                 work.stored = {{stored, 0, stored_strides[2], stored_strides[3]}};\n\
+                 work.before = before;\n\
+                 work.channels = x_shape[1]; work.tokens = x_shape[2]; work.width = weight_shape[1];\n\
+                 work.run(out, columns);\n"
+            ),
+            Self::Scan(scan) => scan.text(),
+            Self::Fold { k_dim, share, v_dim } => {
+                let mut text = format!("etkv::Fold<{k_dim}> work;\n");
+                for rows in ["keys", "updates", "anchors"] {
+                    text += &stored_rows(rows);
+                }
+                text += &format!(
+                    "work.plan = plan; work.share = {share}; work.v_dim = {v_dim};\nwork.run(out);\n"
+                );
+                text
+            }
+        }
+    }
+}
+
+/// Returns the assignment of an array `[1, heads, rows, columns]`.
+fn stored_rows(name: &str) -> String {
+    format!("work.{name} = {{{name}, {name}_strides[1], {name}_strides[2], {name}_strides[3]}};\n")
 }

@@ -18,7 +18,7 @@ mod short;
 mod tests;
 
 pub use convolve::{convolve, Activation, ConvolveInputs};
-pub use scan::{scan, ScanInputs};
+pub use scan::{fused_scan, scan, FusedScanInputs, ScanInputs};
 
 use mlx_rs::Array;
 

@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 use super::convolve::{Activation, ConvolveInputs};
 use super::groups::{parts, Group, Work};
 use super::rows::{stored_tokens, take};
-use super::scan::{ScanInputs, Sizes};
+use super::scan::Sizes;
 use super::RecurrentRows;
 use crate::error::Result;
 use crate::kernels::can_run;
 use crate::kernels::recurrent as kernels;
-use crate::kernels::recurrent::{Stored, MAX_GROUP_ROWS, MAX_GROUP_TOKENS};
+use crate::kernels::recurrent::{Numbers, Rows, Stored, MAX_GROUP_ROWS, MAX_GROUP_TOKENS};
 use crate::mlx::{array_of, on_device};
 
 /// A plan as the kernels read it. The layers of a step share it.
@@ -89,17 +89,27 @@ pub fn convolve(
     Ok(Some((out, RecurrentRows { rows: [Some(columns), None], anchors: None })))
 }
 
+/// The operands of a scan.
+pub struct Operands<'a> {
+    /// The queries, keys and values.
+    pub rows: [Rows<'a>; 3],
+    /// The log decays.
+    pub decays: Numbers<'a>,
+    /// The write strengths of the delta rule.
+    pub strengths: Option<Numbers<'a>>,
+}
+
 /// Computes a scan, or returns `None` if the kernels do not support it.
 pub fn scan(
-    inputs: &ScanInputs,
+    operands: &Operands,
     sizes: Sizes,
     stored: Stored,
     plan: &Arc<RecurrentPlan>,
     scale: f32,
     out_dtype: Dtype,
 ) -> Result<Option<(Array, RecurrentRows)>> {
-    let Sizes { k_dim, v_dim, decays, .. } = sizes;
-    if decays > 1 || inputs.g.ndim() != 3 || !kernels::takes(k_dim, v_dim, sizes.heads())? {
+    let Sizes { k_heads, k_dim, v_dim, .. } = sizes;
+    if sizes.decays > 1 || !kernels::takes(k_dim, v_dim, sizes.heads())? {
         return Ok(None);
     }
     let Some(groups) = with_arrays(plan, PlanArrays::groups)? else {
@@ -120,11 +130,14 @@ pub fn scan(
         None => None,
     };
     let call = kernels::Scan {
-        q: inputs.q,
-        k: inputs.k,
-        v: inputs.v,
-        g: inputs.g,
-        beta: inputs.beta,
+        n_tokens: plan.n_tokens() as i32,
+        k_heads,
+        heads: sizes.heads(),
+        k_dim,
+        v_dim,
+        rows: operands.rows,
+        decays: operands.decays,
+        strengths: operands.strengths,
         stored,
         folds: folds.as_ref(),
         groups: &groups.groups,

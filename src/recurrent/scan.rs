@@ -5,10 +5,11 @@ use mlx_rs::ops::{concatenate, maximum};
 use mlx_rs::{Array, Dtype};
 
 use super::groups::{parts, Work};
+use super::on_cuda::{self, Operands};
 use super::rows::{check_plan, stored, stored_tokens, take};
-use super::{blocks, check_shape, on_cuda, short, RecurrentRows, RecurrentSpec};
+use super::{blocks, check_shape, short, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
-use crate::kernels::recurrent::Stored;
+use crate::kernels::recurrent::{Numbers, Rows, Stored};
 use crate::mlx::cast;
 
 /// Lower log decays are clamped to this bound. The decay at this bound is close to 0.
@@ -56,14 +57,14 @@ pub fn scan(
     let plan = &*spec.plan;
     check_plan(plan)?;
     let sizes = Sizes::of(inputs, plan)?;
-    let state = sizes.k_dim.saturating_mul(sizes.v_dim);
-    let rows = Stored {
-        keys: stored(spec.rows[0].as_ref(), "keys", [sizes.k_heads, sizes.k_dim])?,
-        updates: stored(spec.rows[1].as_ref(), "updates", [sizes.heads(), sizes.row()])?,
-        anchors: stored(spec.anchors.as_ref(), "anchors", [sizes.heads(), state])?,
-    };
+    let rows = stored_rows(spec, sizes)?;
     let out_dtype = out_dtype.unwrap_or(inputs.q.dtype());
-    let computed = on_cuda::scan(inputs, sizes, rows, &spec.plan, scale, out_dtype)?;
+    let operands = Operands {
+        rows: [inputs.q, inputs.k, inputs.v].map(Rows::Heads),
+        decays: Numbers::Heads(inputs.g),
+        strengths: inputs.beta.map(Numbers::Heads),
+    };
+    let computed = on_cuda::scan(&operands, sizes, rows, &spec.plan, scale, out_dtype)?;
     if let Some(computed) = computed {
         return Ok(computed);
     }
@@ -87,6 +88,76 @@ pub fn scan(
         }
     }
     step.finish(plan, scale, out_dtype)
+}
+
+/// The inputs of a step of `T` tokens, with some of the operations that compute them.
+#[derive(Debug, Clone, Copy)]
+pub struct FusedScanInputs<'a> {
+    /// The number of heads of keys.
+    pub k_heads: i32,
+    /// The number of heads, a multiple of `k_heads`.
+    pub heads: i32,
+    /// The number of elements of a key.
+    pub k_dim: i32,
+    /// The number of elements of a value.
+    pub v_dim: i32,
+    /// Queries and keys of `k_heads` heads, and values of `heads` heads.
+    pub rows: [Rows<'a>; 3],
+    /// Log decays, one for each head.
+    pub decays: Numbers<'a>,
+    /// Write strengths of the delta rule.
+    pub strengths: Option<Numbers<'a>>,
+}
+
+/// Computes a recurrence as [`scan`] does. Returns `None` if no kernel computes it together with the operations before
+/// it. Functions must have inputs for `T` tokens.
+///
+/// # Errors
+/// As [`scan`].
+pub fn fused_scan(
+    inputs: &FusedScanInputs,
+    scale: f32,
+    spec: &RecurrentSpec,
+    out_dtype: Dtype,
+) -> Result<Option<(Array, RecurrentRows)>> {
+    let FusedScanInputs { k_heads, heads, k_dim, v_dim, .. } = *inputs;
+    check_plan(&spec.plan)?;
+    if k_heads < 1 || heads < 1 || heads % k_heads != 0 || k_dim < 1 || v_dim < 1 {
+        return Ok(None);
+    }
+    let n = spec.plan.n_tokens() as i32;
+    let fits = |rows: Rows, heads: i32, dim: i32| match rows {
+        Rows::Heads(x) => x.shape() == [1, heads, n, dim],
+        Rows::Columns { x, start, .. } => {
+            let end = heads.checked_mul(dim).and_then(|columns| columns.checked_add(start));
+            matches!(*x.shape(), [1, tokens, columns] if tokens == n && end.is_some_and(|end| end <= columns))
+        }
+    };
+    let are_heads = |numbers: Numbers| match numbers {
+        Numbers::Heads(x) => x.shape() == [1, heads, n],
+        Numbers::Function(..) => true,
+    };
+    let [q, k, v] = inputs.rows;
+    let fit = fits(q, k_heads, k_dim) && fits(k, k_heads, k_dim) && fits(v, heads, v_dim);
+    if !fit || !are_heads(inputs.decays) || !inputs.strengths.is_none_or(are_heads) {
+        return Ok(None);
+    }
+    let delta = inputs.strengths.is_some();
+    let sizes = Sizes { k_heads, share: heads / k_heads, k_dim, v_dim, decays: 1, delta };
+    let rows = stored_rows(spec, sizes)?;
+    let operands =
+        Operands { rows: inputs.rows, decays: inputs.decays, strengths: inputs.strengths };
+    on_cuda::scan(&operands, sizes, rows, &spec.plan, scale, out_dtype)
+}
+
+/// Returns the buffers that a recurrence of these sizes reads.
+fn stored_rows(spec: &RecurrentSpec, sizes: Sizes) -> Result<Stored<'_>> {
+    let state = sizes.k_dim.saturating_mul(sizes.v_dim);
+    Ok(Stored {
+        keys: stored(spec.rows[0].as_ref(), "keys", [sizes.k_heads, sizes.k_dim])?,
+        updates: stored(spec.rows[1].as_ref(), "updates", [sizes.heads(), sizes.row()])?,
+        anchors: stored(spec.anchors.as_ref(), "anchors", [sizes.heads(), state])?,
+    })
 }
 
 /// The sizes of a recurrence.

@@ -4,9 +4,16 @@ use std::collections::BTreeMap;
 
 use etkv_core::{AttendCache, Cache, CacheConfig, RecurrentLayer, SeqCache, TreeCache};
 
+use mlx_rs::ops::concatenate;
+use mlx_rs::{Array, Dtype};
+
 use super::{by_token, difference, Convolution, Random, Recurrence};
 use crate::error::Result;
-use crate::recurrent::{convolve, scan, Activation};
+use crate::kernels::recurrent::{HeadNorm, Numbers, Rows};
+use crate::kernels::{can_run, Function};
+use crate::recurrent::{
+    convolve, fused_scan, scan, Activation, FusedScanInputs, RecurrentRows, RecurrentSpec,
+};
 use crate::CellsCache;
 
 const TOLERANCE: f64 = 1e-4;
@@ -37,6 +44,49 @@ struct Run {
     random: Random,
     next: u64,
     worst: f64,
+    /// The number of scans that were fused with other operations.
+    fused: usize,
+}
+
+/// Computes a scan from the columns of one array. Keys are normalized by the kernel. Decays and write strengths are
+/// functions. Returns `None` if there is no kernel.
+fn scan_fused(
+    recurrence: Recurrence,
+    [q, k, v, g, beta]: &[Array; 5],
+    spec: &RecurrentSpec,
+) -> Result<Option<(Array, RecurrentRows)>> {
+    let n_tokens = q.dim(2);
+    let columns = |x: &Array| x.transpose_axes(&[0, 2, 1, 3])?.reshape(&[1, n_tokens, -1]);
+    // Keys have the length 1.
+    let longer = k.multiply(Array::from_f32(3.0))?;
+    let x = concatenate(&[columns(v)?, columns(q)?, columns(&longer)?], 2)?;
+    let [k_heads, heads, k_dim, v_dim] =
+        [recurrence.k_heads, recurrence.heads, recurrence.k_dim, recurrence.v_dim]
+            .map(|n| n as i32);
+    let factor = 1.0 / (k_dim as f32).sqrt();
+    let norm = Some(HeadNorm { eps: 1e-9, factor });
+    let rows = |start, norm| Rows::Columns { x: &x, start, norm };
+    let starts = [heads * v_dim, heads * v_dim + k_heads * k_dim, 0];
+    let half = g.multiply(Array::from_f32(0.5))?.transpose_axes(&[0, 2, 1])?;
+    let read = |name: &str| {
+        format!(
+            "static_cast<float>({name}0[token * {name}0_strides[1] + head * {name}0_strides[2]])"
+        )
+    };
+    let decay = Function::new(&format!("return 2 * {};\n", read("g")));
+    let strength = Function::new(&format!("return {};\n", read("b")));
+    let beta = beta.transpose_axes(&[0, 2, 1])?;
+    let (halves, betas) = ([&half], [&beta]);
+    let inputs = FusedScanInputs {
+        k_heads,
+        heads,
+        k_dim,
+        v_dim,
+        rows: [rows(starts[0], None), rows(starts[1], norm), rows(starts[2], None)],
+        decays: Numbers::Function(&decay, &halves),
+        strengths: recurrence.delta.then_some(Numbers::Function(&strength, &betas)),
+    };
+    fused_scan(&inputs, SCALE, spec, Dtype::Float32)
 }
 
 impl Run {
@@ -59,6 +109,7 @@ impl Run {
             random: Random::new(seed),
             next: seed << 32,
             worst: 0.0,
+            fused: 0,
         }
     }
 
@@ -76,8 +127,18 @@ impl Run {
         self.cache.begin(&positions)?;
         let mut outs = Vec::new();
         let inputs = self.recurrence.scan_inputs(&arrays);
+        let fuses = self.random.below(2) == 0 && !self.recurrence.channel_decay;
+        let (recurrence, fused) = (self.recurrence, &mut self.fused);
         self.cache.update_recurrent(0, &mut |spec| {
-            let (out, rows) = scan(&inputs, SCALE, spec, None)?;
+            let made = match fuses {
+                true => scan_fused(recurrence, &arrays, spec)?,
+                false => None,
+            };
+            *fused += usize::from(made.is_some());
+            let (out, rows) = match made {
+                Some(made) => made,
+                None => scan(&inputs, SCALE, spec, None)?,
+            };
             outs.push(out);
             Ok(rows)
         })?;
@@ -196,6 +257,8 @@ fn generated(recurrence: Recurrence, convolution: Convolution, seed: u64) -> f64
                 _ => run.append()?,
             }
         }
+        let supported = can_run()? && recurrence.k_dim % 8 == 0 && !recurrence.channel_decay;
+        assert_eq!(run.fused > 0, supported, "{recurrence:?}");
         Ok(run.worst)
     })
     .unwrap()

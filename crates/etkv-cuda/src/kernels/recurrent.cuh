@@ -79,16 +79,17 @@ __device__ inline float sum_of_lanes(float x) {
   return x;
 }
 
+// An RMS norm of a head, times a factor. Without `is_on` it changes nothing.
+struct HeadNorm {
+  bool is_on;
+  float eps, factor;
+};
+
 // A linear recurrence. All tokens of a group see the same stored rows, and each token sees its ancestors in
 // the group. A block computes some columns of one head, since the columns of a state are independent.
-template <int K_DIM, bool DELTA, typename Q, typename K, typename V, typename G, typename B, typename O>
+template <int K_DIM, bool DELTA, typename O>
 struct Scan {
-  HeadRows<Q> q;
-  HeadRows<K> k;
-  HeadRows<V> v;
-  // `g` and `beta` have one column.
-  HeadRows<G> g;
-  HeadRows<B> beta;
+  HeadNorm q_norm, k_norm;
   HeadRows<float> keys, updates, anchors, folds;
   // The offset of each group in this array, followed by the groups. A group has the source of its state (see
   // `StatePart`), the number of its rows, the number of its tokens, the slots of its rows, and three numbers
@@ -99,9 +100,13 @@ struct Scan {
   float scale;
 
   // Writes outputs `[tokens, heads, v_dim]`, keys `[k_heads, tokens, K_DIM]`, and updates `[heads, tokens,
-  // v_dim + 1]`, whose last column is the sum of log decays.
-  __device__ void run(O* out, float* new_keys, float* new_updates) const {
+  // v_dim + 1]`, whose last column is the sum of log decays. `q`, `k` and `v` return an element of a head of a token,
+  // `g` and `beta` the number of a head of a token.
+  template <typename Q, typename K, typename V, typename G, typename B>
+  __device__ void run(const Q& q, const K& k, const V& v, const G& g, const B& beta, O* out, float* new_keys,
+                      float* new_updates) const {
     __shared__ float query[K_DIM], key[K_DIM];
+    __shared__ float factors[2], key_factors[GROUP_TOKENS];
     __shared__ float for_query[BLOCK_ROWS + GROUP_TOKENS], for_key[BLOCK_ROWS + GROUP_TOKENS];
     __shared__ float row_sums[BLOCK_ROWS], token_sums[GROUP_TOKENS];
     __shared__ float token_updates[GROUP_TOKENS][STATE_COLUMNS];
@@ -122,19 +127,39 @@ struct Scan {
     for (int i = 0; i < n_tokens; i++) {
       int token = own[3 * i], parent = own[3 * i + 1], ancestors = own[3 * i + 2];
       for (int c = threadIdx.x; c < K_DIM; c += blockDim.x) {
-        query[c] = q.at(k_head, token, c);
-        key[c] = k.at(k_head, token, c);
-        if (blockIdx.x == 0 && head % share == 0) {
-          new_keys[(static_cast<long long>(k_head) * tokens + token) * K_DIM + c] = key[c];
-        }
+        query[c] = q(k_head, token, c);
+        key[c] = k(k_head, token, c);
       }
       if (threadIdx.x == 0) {
         float before = parent >= 0 ? token_sums[parent] : n_rows > 0 ? row_sums[n_rows - 1] : 0;
-        float decay = g.at(head, token, 0);
+        float decay = g(head, token);
         // The comparison keeps NaN.
         token_sums[i] = (decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay) + before;
       }
       __syncthreads();
+      if (q_norm.is_on || k_norm.is_on) {
+        if (warp < 2) {
+          const HeadNorm& norm = warp == 0 ? q_norm : k_norm;
+          const float* row = warp == 0 ? query : key;
+          float squares = 0;
+          for (int c = lane; c < K_DIM; c += 32) squares += row[c] * row[c];
+          squares = sum_of_lanes(squares);
+          if (lane == 0) factors[warp] = norm.is_on ? norm.factor * rsqrtf(squares / K_DIM + norm.eps) : 1;
+        }
+        __syncthreads();
+        for (int c = threadIdx.x; c < K_DIM; c += blockDim.x) {
+          query[c] *= factors[0];
+          key[c] *= factors[1];
+        }
+        if (threadIdx.x == 0) key_factors[i] = factors[1];
+        __syncthreads();
+      } else if (threadIdx.x == 0) {
+        key_factors[i] = 1;
+      }
+      if (blockIdx.x == 0 && head % share == 0) {
+        float* row = new_keys + (static_cast<long long>(k_head) * tokens + token) * K_DIM;
+        for (int c = threadIdx.x; c < K_DIM; c += blockDim.x) row[c] = key[c];
+      }
 
       // The products with the keys of each row, of each ancestor, and of the token itself.
       float sum = token_sums[i];
@@ -143,7 +168,14 @@ struct Scan {
         if (!is_row && !is_own && !(ancestors >> (r - n_rows) & 1)) continue;
         float of_query = 0, of_key = 0;
         for (int c = lane; c < K_DIM; c += 32) {
-          float other = is_own ? key[c] : is_row ? keys.at(k_head, slots[r], c) : k.at(k_head, own[3 * (r - n_rows)], c);
+          float other;
+          if (is_own) {
+            other = key[c];
+          } else if (is_row) {
+            other = keys.at(k_head, slots[r], c);
+          } else {
+            other = k(k_head, own[3 * (r - n_rows)], c) * key_factors[r - n_rows];
+          }
           of_query += query[c] * other;
           if (DELTA) of_key += key[c] * other;
         }
@@ -184,8 +216,8 @@ struct Scan {
           read += parts[0][part][lane];
           known += parts[1][part][lane];
         }
-        float update = v.at(head, token, column);
-        if (DELTA) update = (update - known) * beta.at(head, token, 0);
+        float update = v(head, token, column);
+        if (DELTA) update = (update - known) * beta(head, token);
         token_updates[i][lane] = update;
         float result = scale * (read + for_query[n_rows + i] * update);
         out[(static_cast<long long>(token) * heads + head) * v_dim + column] = static_cast<O>(result);

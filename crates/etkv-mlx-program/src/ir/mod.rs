@@ -19,7 +19,7 @@ pub use function::{
 };
 pub use metal::{Gguf, MetalKernel};
 pub use op::{Affine, Binary, Heads, Index, IntBinary, Norm, Op, Scan, Unary};
-pub use recurrent::{RecurrentCall, RecurrentFunction};
+pub use recurrent::{RecurrentCall, RecurrentFunction, ScanNumbers, ScanRows};
 
 /// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,11 +1,14 @@
 //! Calls of recurrent layers.
 
+use std::sync::Arc;
+
+use etkv::kernels::recurrent::HeadNorm;
 use etkv::recurrent::Activation;
 use etkv_core::RecurrentLayer;
 use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
-use super::Value;
+use super::{Expression, Value};
 
 /// A call of a recurrent layer of the cache.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,7 +28,7 @@ pub struct RecurrentCall {
 }
 
 /// What a recurrent layer computes.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RecurrentFunction {
     /// A convolution of `x`, `[1, channels, T]`, with a weight `[channels, width]` and maybe a bias.
     Convolve {
@@ -37,6 +40,44 @@ pub enum RecurrentFunction {
         /// The factor of the outputs.
         scale: f32,
     },
+    /// Created by a pass: a recurrence with some of the operations that compute its operands. One kernel launch on a
+    /// GPU for a few tokens.
+    FusedScan {
+        /// The factor of the outputs.
+        scale: f32,
+        /// q, k and v, each of one of the tensors.
+        rows: [ScanRows; 3],
+        /// g and maybe beta, of the tensors that follow.
+        numbers: Vec<ScanNumbers>,
+    },
+}
+
+/// The vectors of an operand of a recurrence.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ScanRows {
+    /// The tensor, `[1, heads, T, dim]`.
+    Tensor,
+    /// Columns of the tensor, `[1, T, columns]`.
+    Columns {
+        /// The first column of the first head.
+        start: i32,
+        /// The norm of each vector, in float32.
+        norm: Option<HeadNorm>,
+    },
+}
+
+/// A number for each head of each token.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ScanNumbers {
+    /// A tensor, `[1, heads, T]`.
+    Tensor,
+    /// A function of several tensors, `[1, T, heads]`.
+    Function {
+        /// The function.
+        expression: Arc<Expression>,
+        /// The number of tensors.
+        n_inputs: usize,
+    },
 }
 
 impl RecurrentCall {
@@ -44,7 +85,7 @@ impl RecurrentCall {
     pub fn kind(&self) -> &'static str {
         match self.function {
             RecurrentFunction::Convolve { .. } => "UpdateAndConvolve",
-            RecurrentFunction::Scan { .. } => "UpdateAndScan",
+            RecurrentFunction::Scan { .. } | RecurrentFunction::FusedScan { .. } => "UpdateAndScan",
         }
     }
 }

@@ -118,7 +118,7 @@ fn by_mlx(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>> {
 }
 
 /// Computes the operations one by one.
-fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
+pub fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
     let mut results: Vec<Array> = Vec::with_capacity(expression.nodes.len());
     for node in &expression.nodes {
         let result = match *node {

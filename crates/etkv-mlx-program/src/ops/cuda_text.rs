@@ -22,7 +22,7 @@ pub struct KernelText {
 /// Returns the text of an expression for inputs of these types, or `None` if the expression has functions or dtypes
 /// that this generator does not support.
 pub fn text(expression: &Expression, inputs: &[InputType]) -> Option<KernelText> {
-    let mut generator = Generator { expression, inputs, body: String::new(), n_variables: 0 };
+    let mut generator = Generator::of(expression, inputs, "x");
     let root = expression.nodes.len().checked_sub(1)?;
     let rank = generator.rank(root)?;
     let sizes: Vec<String> = (0..rank).map(|axis| generator.size(root, rank - axis)).collect();
@@ -37,6 +37,26 @@ pub fn text(expression: &Expression, inputs: &[InputType]) -> Option<KernelText>
     let name = cuda_name(dtype)?;
     generator.line(format_args!("out[element] = static_cast<{name}>({result});"))?;
     Some(KernelText { body: generator.body, dtype })
+}
+
+/// Returns the text of a function that returns an element of an expression's result. Inputs are named `prefix` and a
+/// number. `indices` are variables or numbers, one for each axis. Returns `None` if this generator does not support
+/// the expression, or if its result has another number of axes.
+pub fn function(
+    expression: &Expression,
+    inputs: &[InputType],
+    prefix: &str,
+    indices: &[&str],
+) -> Option<String> {
+    let mut generator = Generator::of(expression, inputs, prefix);
+    let root = expression.nodes.len().checked_sub(1)?;
+    if generator.rank(root)? != indices.len() {
+        return None;
+    }
+    let indices: Vec<String> = indices.iter().map(|&index| index.to_owned()).collect();
+    let (result, _) = generator.value(root, &indices)?;
+    generator.line(format_args!("return {result};"))?;
+    Some(generator.body)
 }
 
 /// Returns the shape of an expression's result. `None` if its inputs do not fit together, or if one of them or of the
@@ -86,11 +106,17 @@ fn broadcast(a: &[i32], b: &[i32]) -> Option<SmallVec<[i32; 4]>> {
 struct Generator<'a> {
     expression: &'a Expression,
     inputs: &'a [InputType],
+    /// The names of inputs begin with this text.
+    prefix: &'a str,
     body: String,
     n_variables: usize,
 }
 
-impl Generator<'_> {
+impl<'a> Generator<'a> {
+    fn of(expression: &'a Expression, inputs: &'a [InputType], prefix: &'a str) -> Self {
+        Self { expression, inputs, prefix, body: String::new(), n_variables: 0 }
+    }
+
     fn line(&mut self, line: std::fmt::Arguments) -> Option<()> {
         self.body.write_fmt(line).ok()?;
         self.body.push('\n');
@@ -111,7 +137,7 @@ impl Generator<'_> {
     fn size(&self, node: usize, from_end: usize) -> String {
         match self.expression.nodes[node] {
             Node::Input(index) => match self.inputs[index].1.checked_sub(from_end) {
-                Some(axis) => format!("x{index}_shape[{axis}]"),
+                Some(axis) => format!("{}{index}_shape[{axis}]", self.prefix),
                 None => String::from("1"),
             },
             Node::Unary(_, x) | Node::AsType(x, _) => self.size(x, from_end),
@@ -134,14 +160,14 @@ impl Generator<'_> {
             Node::Input(index) => {
                 let (dtype, rank) = *self.inputs.get(index)?;
                 cuda_name(dtype)?;
-                let mut at = String::from("0");
+                let (mut at, name) = (String::from("0"), format!("{}{index}", self.prefix));
                 for axis in 0..rank {
                     let i = indices.get((axis + indices.len()).checked_sub(rank)?)?;
                     at += &format!(
-                        " + (x{index}_shape[{axis}] == 1 ? 0 : {i} * static_cast<long long>(x{index}_strides[{axis}]))"
+                        " + ({name}_shape[{axis}] == 1 ? 0 : {i} * static_cast<long long>({name}_strides[{axis}]))"
                     );
                 }
-                (format!("static_cast<float>(x{index}[{at}])"), dtype)
+                (format!("static_cast<float>({name}[{at}])"), dtype)
             }
             Node::Unary(function, x) => {
                 let (x, dtype) = self.value(x, indices)?;

@@ -17,6 +17,7 @@ pub mod cuda_text;
 mod elementwise;
 mod experts;
 pub mod frame;
+mod fused_scan;
 mod gather;
 mod heads;
 mod indexing;

@@ -55,16 +55,25 @@ pub fn run_in_float32(
     scale: Option<Value>,
     dtype: Dtype,
 ) -> Result<Array> {
-    let x = frame.tensor(x)?;
     let [weight, scale] = [norm.weight, scale].map(|value| value.map(|value| frame.tensor(value)));
-    let (weight, scale) = (weight.transpose()?, scale.transpose()?);
-    let call = kernels::Norm { x, weight, scale, eps: norm.eps, dtype };
+    in_float32(frame.tensor(x)?, weight.transpose()?, scale.transpose()?, norm.eps, dtype)
+}
+
+/// As [`run_in_float32`].
+pub fn in_float32(
+    x: &Array,
+    weight: Option<&Array>,
+    scale: Option<&Array>,
+    eps: f32,
+    dtype: Dtype,
+) -> Result<Array> {
+    let call = kernels::Norm { x, weight, scale, eps, dtype };
     if let Some(out) = kernels::norm(&call)? {
         return Ok(out);
     }
     let weight = weight.map(|weight| cast(weight, Dtype::Float32)).transpose()?;
     let x = cast(x, Dtype::Float32)?;
-    let normalized = mlx_rs::fast::rms_norm(&x, weight.as_ref(), norm.eps)?;
+    let normalized = mlx_rs::fast::rms_norm(&x, weight.as_ref(), eps)?;
     match scale {
         Some(scale) => cast(&normalized.multiply(scale)?, dtype),
         None => cast(&normalized, dtype),

@@ -11,6 +11,7 @@ use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Instruction, Op, RecurrentCall, RecurrentFunction};
 use crate::ops::frame::Frame;
+use crate::ops::fused_scan::FusedScan;
 use crate::ops::slots::Slots;
 
 pub fn update_and_convolve(
@@ -100,16 +101,17 @@ pub fn run(frame: &mut Frame, call: &RecurrentCall) -> Result<Array> {
         .tensors
         .iter()
         .map(|&value| frame.tensor(value).cloned())
-        .collect::<Result<SmallVec<[Array; 5]>>>()?;
+        .collect::<Result<SmallVec<[Array; 12]>>>()?;
     let mut made = None;
     let mut keep = |(out, rows): (Array, RecurrentRows)| {
         made = Some(out);
         rows
     };
     let dtype = call.out_dtype;
-    match (call.function, &operands[..]) {
+    match (&call.function, &operands[..]) {
         (RecurrentFunction::Convolve { activation }, [x, weight, bias @ ..]) => {
             check(call, [weight.shape().get(..2).unwrap_or_default(), &[]])?;
+            let activation = *activation;
             let inputs = ConvolveInputs { x, weight, bias: bias.first(), activation };
             frame.update_recurrent(call.layer, &mut |spec| {
                 Ok(keep(convolve(&inputs, spec, dtype)?))
@@ -119,7 +121,15 @@ pub fn run(frame: &mut Frame, call: &RecurrentCall) -> Result<Array> {
             check(call, [k.shape(), v.shape()])?;
             let inputs = ScanInputs { q, k, v, g, beta: beta.first() };
             frame.update_recurrent(call.layer, &mut |spec| {
-                Ok(keep(scan(&inputs, scale, spec, dtype)?))
+                Ok(keep(scan(&inputs, *scale, spec, dtype)?))
+            })?;
+        }
+        (RecurrentFunction::FusedScan { scale, rows, numbers }, tensors) => {
+            let (config, scale, on_gpu) = (call.config, *scale, frame.on_gpu());
+            let fused =
+                FusedScan { config, scale, rows, numbers, tensors, out_dtype: dtype, on_gpu };
+            frame.update_recurrent(call.layer, &mut |spec| {
+                Ok(keep(fused.run(spec).map_err(etkv::Error::from)?))
             })?;
         }
         _ => fail!(Internal, "cannot run a {} with {} operands", call.kind(), operands.len()),

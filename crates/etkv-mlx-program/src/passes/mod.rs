@@ -17,6 +17,7 @@ mod positions;
 mod rotary;
 mod rotated;
 mod rows;
+mod scans;
 mod views;
 mod wanted;
 
@@ -124,6 +125,9 @@ pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
     elementwise::fuse(graph, &dtypes::with_constants(graph, constants));
+    if !cfg!(target_os = "macos") {
+        scans::fuse(graph, constants);
+    }
     debug!(target: TARGET, before, after = graph.main.instructions.len(), "launches are fused");
 }
 

@@ -69,7 +69,9 @@ impl Rows {
                 (Op::UpdateRecurrent(call), Out::Tensor(value)) => {
                     match call.function {
                         RecurrentFunction::Convolve { .. } => rows.columns.insert(value),
-                        RecurrentFunction::Scan { .. } => rows.attended.insert(value),
+                        RecurrentFunction::Scan { .. } | RecurrentFunction::FusedScan { .. } => {
+                            rows.attended.insert(value)
+                        }
                     };
                 }
                 (op, Out::Tensor(value)) if rows.attends(op) => {
