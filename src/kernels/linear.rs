@@ -1,9 +1,10 @@
 //! Products of a few rows with a weight, fused with the operations around them in a layer, in one kernel launch.
-//! These products are used for draft tokens that are verified, and for one token of each of several sequences.
+//! Products of several rows are used for draft tokens that are verified, and for one token of each of several sequences.
 //!
-//! MLX passes products to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to 10 µs.
-//! The first call with a new number of rows costs 3 ms. On the device, cuBLAS and the kernel both take the time of
-//! reading the weight. See `few_rows.cuh` of `etkv_cuda`.
+//! MLX passes products of several rows to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs
+//! 6 to 10 µs. The first call with a new number of rows costs 3 ms. On the device, cuBLAS and the kernel both take the
+//! time of reading the weight. For one row MLX has a kernel, but the operations around the product are further
+//! launches. See `few_rows.cuh` and `one_row.cuh` of `etkv_cuda`.
 
 use std::ffi::CStr;
 
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// The maximum number of rows of a call. For more rows cuBLAS is faster, and for one row MLX's kernel is faster.
+/// The maximum number of rows of a call. For more rows cuBLAS is faster.
 pub const MAX_ROWS: i32 = 16;
 
 /// The number of outputs of a tile, and the number of threads of a block, as in the kernel.
@@ -40,6 +41,11 @@ const PIECE: i32 = 8;
 const PAD: i32 = 32;
 const MAX_SHARED: i32 = 33_280;
 const BYTES_SHARED: i32 = 2 * MAX_SHARED;
+
+/// The number of warps of a block, and the minimum number of elements of the inner axis for each warp that shares an
+/// output of a single row.
+const WARPS: i32 = THREADS / 32;
+const ROW_SPAN: i32 = 2048;
 
 /// A product, and the operations around it.
 #[derive(Debug, Clone, Copy)]
@@ -76,10 +82,11 @@ pub struct Rotation<'a> {
     pub heads: i32,
 }
 
-/// An RMS norm with the semantics of MLX's `fast.rms_norm`.
+/// An RMS norm with the semantics of MLX's `fast.rms_norm`. If the weight is float32 and the rows are not, a normalized
+/// element is rounded once, to the dtype of the rows.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
-    /// `[in]`.
+    /// `[in]`, in the dtype of the rows or in float32.
     pub weight: Option<&'a Array>,
     /// Added to the mean square.
     pub eps: f32,
@@ -114,8 +121,12 @@ impl<'a> Product<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Template {
     dtype: Dtype,
+    /// The dtype of the norm's weight.
+    norm: Dtype,
     /// The number of axes of `x`.
     rank: usize,
+    /// Whether `x` is a single row.
+    is_one: bool,
 }
 
 /// Parameters of the operations around the product.
@@ -126,9 +137,11 @@ struct Form {
     eps: f32,
     /// The number of outputs that rotate.
     rotated: i32,
+    /// The number of warps that share an output of a single row, as a power of two.
+    team: i32,
 }
 
-const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0 };
+const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0, team: 0 };
 
 /// The kernels of this process, and the arrays that describe the forms of its calls. Used only under the lock of MLX.
 #[derive(Default)]
@@ -142,7 +155,8 @@ struct Kernels {
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
 /// Returns the result in the dtype of `x`, or `None` if the kernel does not support the product. It normalizes rows
-/// only if their elements, plus 32 for each row, are at most 33,280.
+/// only if their elements, plus 32 for each row, are at most 33,280. It leaves a single row without a norm, gate,
+/// residual or rotation to MLX.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);
@@ -198,18 +212,22 @@ impl Call {
         let dtype = x.dtype();
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
         let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
+        let norm_weight = norm.and_then(|norm| norm.weight);
         let fits = leading.iter().all(|&n| n == 1)
-            && (2..=MAX_ROWS).contains(&rows)
+            && (1..=MAX_ROWS).contains(&rows)
             && inner > 0
             && inner % PIECE == 0
             && weights % halves == 0
             && is_half
             && weight.dtype() == dtype
             && bias.is_none_or(|bias| is_row(bias, weights))
-            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner))
+            && norm_weight.is_none_or(|weight| {
+                weight.shape() == [inner] && [dtype, Dtype::Float32].contains(&weight.dtype())
+            })
             && norm.is_none_or(|norm| norm.eps >= 0.0)
-            && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MAX_SHARED);
-        if !fits {
+            && ((norm.is_none() && rows > 1) || rows.checked_mul(inner + PAD)? <= MAX_SHARED);
+        let is_alone = norm.is_none() && gate.is_none() && residual.is_none() && rotation.is_none();
+        if !fits || rows == 1 && is_alone {
             return None;
         }
         let outputs = weights / halves;
@@ -234,9 +252,17 @@ impl Call {
             normalizes: norm.is_some(),
             eps: norm.map_or(0.0, |norm| norm.eps),
             rotated,
+            team: 0,
         };
-        let template = Template { dtype, rank: shape.len() };
-        Some(Self { template, form, threads: threads(outputs, TILE / halves), out })
+        let norm = norm_weight.map_or(dtype, Array::dtype);
+        let template = Template { dtype, norm, rank: shape.len(), is_one: rows == 1 };
+        if rows > 1 {
+            return Some(Self { template, form, threads: threads(outputs, TILE / halves), out });
+        }
+        let pairs = if gate.is_some() { outputs } else { outputs / 2 + outputs % 2 };
+        let team = team_of(pairs, inner);
+        let threads = threads(pairs, WARPS >> team);
+        Some(Self { template, form: Form { team, ..form }, threads, out })
     }
 
     fn launch(&self, kernel: &Kernel, product: &Product, how: FormArrays) -> Result<Array> {
@@ -279,7 +305,7 @@ fn form_array(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -
         return Ok(array.clone());
     }
     // Adds 1, because an axis has at least one element.
-    let how = 1 + form.gate + if form.normalizes { 4 } else { 0 };
+    let how = 1 + form.gate + if form.normalizes { 4 } else { 0 } + 8 * form.team;
     let shape = [how, (form.eps.to_bits() as i32).max(1), 1 + form.rotated];
     let array = broadcast_to(&Array::zeros::<f32>(&[1, 1, 1])?.as_dtype(dtype)?, &shape)?;
     eval([&array])?;
@@ -292,6 +318,14 @@ fn form_array(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -
 
 /// The maximum number of forms that are kept. A program has five.
 const MAX_FORMS: usize = 64;
+
+/// Returns the number of warps that share a pair of outputs of a single row, as a power of two: more than one if there
+/// are fewer pairs than warps.
+fn team_of(pairs: i32, inner: i32) -> i32 {
+    let warps = MAX_BLOCKS * WARPS / pairs.max(1);
+    let fits = |power: &i32| 1 << power <= warps && inner >> power >= ROW_SPAN;
+    [3, 2, 1].into_iter().find(fits).unwrap_or(0)
+}
 
 /// Returns the number of threads of all blocks, as MLX counts, for tiles of `tile` outputs.
 fn threads(outputs: i32, tile: i32) -> i32 {
@@ -316,50 +350,65 @@ const INPUTS: [&CStr; 8] =
     [c"x", c"w", c"bias", c"norm", c"residual", c"positions", c"periods", c"form"];
 
 impl Template {
-    /// Returns the text of the kernel's own function, for elements of this name in CUDA.
-    fn call(&self, name: &str) -> String {
+    /// Returns the text of the kernel's own function, for elements and the norm's weights of these names in CUDA.
+    fn call(&self, name: &str, norm: &str) -> String {
         let (row, column) = (self.rank - 2, self.rank - 1);
+        let run = match self.is_one {
+            true => format!(
+                "__shared__ float2 left[2 * etkv::SHARES];\n\
+                 etkv::OneRow<{name}, {norm}> one{{work}};\n\
+                 one.run_row(out, shared, squares, 1 << (form_shape[0] - 1) / 8, left);\n",
+            ),
+            false => String::from(
+                "__shared__ float sums[etkv::SUMS];\nwork.run(out, shared, sums, squares);\n",
+            ),
+        };
         format!(
-            "#undef custom_kernel_etkv_few_rows\n\
+            "#undef custom_kernel_etkv_few_rows\n#undef custom_kernel_etkv_one_row\n\
              extern __shared__ uint4 shared_memory[];\n\
-             __shared__ float sums[etkv::SUMS], squares[etkv::SQUARES];\n\
-             const int inner = x_shape[{column}], how = form_shape[0] - 1, gate = how % 4;\n\
+             __shared__ float squares[etkv::SQUARES];\n\
+             const int inner = x_shape[{column}], how = (form_shape[0] - 1) % 8, gate = how % 4;\n\
              const int outputs = int(1ll * w_shape[0] * w_shape[1] / inner) / (gate ? 2 : 1);\n\
-             etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
-             bias == form ? nullptr : bias, bias_strides[0],\n\
-             how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm, norm_strides[0],\n\
-             residual == form ? nullptr : residual, residual_strides[{row}], residual_strides[{column}],\n\
+             auto* shared = reinterpret_cast<{name}*>(shared_memory);\n\
+             const void* none = form;\n\
+             etkv::FewRows<{name}, {norm}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
+             bias == none ? nullptr : bias, bias_strides[0],\n\
+             how >= 4, __int_as_float(form_shape[1]), norm == none ? nullptr : norm, norm_strides[0],\n\
+             residual == none ? nullptr : residual, residual_strides[{row}], residual_strides[{column}],\n\
              gate, x_shape[{row}], outputs, inner,\n\
              form_shape[2] > 1 ? 2 * periods_shape[0] : 0, form_shape[2] - 1,\n\
-             positions, positions_strides[0], periods, periods_strides[0]}};\n\
-             work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",
+             positions, positions_strides[0], periods, periods_strides[0]}};\n{run}",
         )
     }
 
     fn compile(&self) -> Result<Option<Kernel>> {
-        let Some((name, _)) = element(self.dtype) else {
+        let (Some((name, _)), Some((norm, _))) = (element(self.dtype), element(self.norm)) else {
             return Ok(None);
         };
-        let call = self.call(name);
-        let header =
-            header("few_rows", &[text::INSTRUCTIONS, text::ROTATION, text::FEW_ROWS].concat())?;
-        Kernel::new(c"etkv_few_rows", &INPUTS, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
-            .map(Some)
+        let call = self.call(name, norm);
+        let texts = [text::INSTRUCTIONS, text::ROTATION, text::FEW_ROWS, text::ONE_ROW];
+        let kernel = if self.is_one { c"etkv_one_row" } else { c"etkv_few_rows" };
+        let header = header("few_rows", &texts.concat())?;
+        Kernel::new(kernel, &INPUTS, &[c"out"], &source(&call)?, &header, BYTES_SHARED).map(Some)
     }
 }
 
-/// Compiles a kernel and runs it over two rows.
+/// Compiles a kernel and runs it over one or two rows.
 fn compile_and_run(template: &Template, how: FormArrays) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };
-    let ones = |shape: &[i32]| Ok::<_, Error>(Array::ones::<f32>(shape)?.as_dtype(template.dtype)?);
+    let ones = |shape: &[i32], dtype| Ok::<_, Error>(Array::ones::<f32>(shape)?.as_dtype(dtype)?);
     let mut shape = vec![1; template.rank];
-    shape[template.rank - 2..].copy_from_slice(&[2, PIECE]);
-    let (x, weight) = (ones(&shape)?, ones(&[2, PIECE])?);
+    let rows = if template.is_one { 1 } else { 2 };
+    shape[template.rank - 2..].copy_from_slice(&[rows, PIECE]);
+    let (x, weight) = (ones(&shape, template.dtype)?, ones(&[2, PIECE], template.dtype)?);
+    let of_norm = ones(&[PIECE], template.norm)?;
     shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
     let call = Call { template: *template, form: PLAIN, threads: THREADS, out };
-    eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), how)?])?;
+    let norm = Some(RmsNorm { weight: Some(&of_norm), eps: 0.0 });
+    let product = Product { norm, ..Product::plain(&x, &weight, false) };
+    eval([&call.launch(&kernel, &product, how)?])?;
     Ok(Some(kernel))
 }

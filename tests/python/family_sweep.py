@@ -210,7 +210,10 @@ def write(outcomes: dict[str, dict[str, Outcome]]) -> None:
     """Write ``families.json``, with a line for each family, and the page."""
     import transformers
 
-    made = {name: {b: dataclasses.asdict(o) for b, o in had.items()} for name, had in sorted(outcomes.items())}
+    made = {
+        name: {backend: dataclasses.asdict(had[backend]) for backend in BACKENDS if backend in had}
+        for name, had in sorted(outcomes.items())
+    }
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(had)}" for name, had in made.items())
     version = json.dumps(transformers.__version__)
     families.FILE.write_text(f'{{"transformers": {version}, "outcomes": {{\n{rows}\n}}}}\n', encoding="utf-8")

@@ -12,6 +12,8 @@ pub const INSTRUCTIONS: &str = include_str!("kernels/instructions.cuh");
 pub const ROTATION: &str = include_str!("kernels/rotation.cuh");
 /// Products of a few rows with a weight. Needs [`INSTRUCTIONS`] and [`ROTATION`].
 pub const FEW_ROWS: &str = include_str!("kernels/few_rows.cuh");
+/// Products of one row with a weight. Needs [`FEW_ROWS`].
+pub const ONE_ROW: &str = include_str!("kernels/one_row.cuh");
 /// Views of rows, and masks, for attention.
 pub const ROWS: &str = include_str!("kernels/rows.cuh");
 /// Attention over a slice of the keys. Needs [`INSTRUCTIONS`] and [`ROWS`].

@@ -8,7 +8,13 @@ use crate::mlx::{run, slice_axis};
 /// wrong name.
 #[test]
 fn the_call_names_inputs_alone() {
-    let call = Template { dtype: Dtype::Float16, rank: 3 }.call("__half");
+    let dtype = Dtype::Float16;
+    let call_of =
+        |is_one| Template { dtype, norm: dtype, rank: 3, is_one }.call("__half", "__half");
+    [false, true].into_iter().for_each(|is_one| names_inputs_alone(&call_of(is_one)));
+}
+
+fn names_inputs_alone(call: &str) {
     let words = call.split(|c: char| !c.is_alphanumeric() && c != '_');
     let of_input = |word: &str| {
         let name = word.strip_suffix("_shape").or_else(|| word.strip_suffix("_strides"))?;
@@ -53,12 +59,15 @@ struct Surroundings {
     bias: bool,
     /// Whether the norm has weights, if there is a norm.
     norm: Option<bool>,
+    /// Whether these weights are float32.
+    wide: bool,
     gate: Option<Gate>,
     /// Whether the rows are contiguous or stored by column.
     residual: Option<bool>,
 }
 
-const PLAIN: Surroundings = Surroundings { bias: false, norm: None, gate: None, residual: None };
+const PLAIN: Surroundings =
+    Surroundings { bias: false, norm: None, wide: false, gate: None, residual: None };
 const BIAS: Surroundings = Surroundings { bias: true, ..PLAIN };
 
 fn activated(gate: Gate, x: f64) -> f64 {
@@ -91,7 +100,7 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
     seen.eval().unwrap();
     w.eval().unwrap();
     let bias = around.bias.then(|| array(3, &[halves * outputs], dtype));
-    let norm_weight = array(4, &[inner], dtype);
+    let norm_weight = array(4, &[inner], if around.wide { Dtype::Float32 } else { dtype });
     let residual = around.residual.map(|whole| match whole {
         true => array(5, &[1, rows, outputs], dtype),
         false => array(5, &[1, outputs, rows], dtype).transpose_axes(&[0, 2, 1]).unwrap(),
@@ -194,13 +203,14 @@ fn operations_around_a_product_are_fused() {
                 for gate in gates {
                     for residual in sums {
                         n += 1;
-                        let around = Surroundings { bias: n % 2 == 0, norm, gate, residual };
+                        let (bias, wide) = (n % 2 == 0, n % 5 < 2 && norm == Some(true));
+                        let around = Surroundings { bias, norm, wide, gate, residual };
                         if norm.is_none() && gate.is_none() && residual.is_none() {
                             continue;
                         }
                         let lie = [Rows::Whole, Rows::Unaligned, Rows::Columns][n % 3];
                         let dtype = [Dtype::Bfloat16, Dtype::Float16][n / 3 % 2];
-                        for rows in [2, [3, 4, 8, 9, 16][n % 5]] {
+                        for rows in [1, 2, [3, 4, 8, 9, 16][n % 5]] {
                             check(dtype, rows, outputs, inner, lie, around);
                         }
                     }
@@ -224,7 +234,7 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
     let positions = Array::from_slice(&at, &[rows]);
     let periods = Array::from_slice(&lengths, &[half]);
     let rotation = Some(Rotation { positions: &positions, periods: &periods, heads: n - 2 });
-    let norm = (rows % 2 == 0).then_some(RmsNorm { weight: None, eps: 1e-5 });
+    let norm = (rows % 2 == 0 || rows == 1).then_some(RmsNorm { weight: None, eps: 1e-5 });
     let rotated = Product { bias: bias.as_ref(), rotation, norm, ..Product::plain(&x, &w, false) };
     let found = values(&few_rows(&rotated).unwrap().expect("the kernel supports it"));
     let plain = few_rows(&Product { rotation: None, ..rotated }).unwrap().unwrap();
@@ -257,6 +267,7 @@ fn heads_turn_on_the_way() {
     on_cuda(|| {
         for (n, head_dim) in [(3, 16), (15, 64), (48, 64), (9, 96), (5, 128)] {
             for (rows, lie) in [
+                (1, Rows::Unaligned),
                 (2, Rows::Whole),
                 (5, Rows::Unaligned),
                 (8, Rows::Unaligned),
@@ -351,7 +362,7 @@ fn operations_around_a_product_must_fit() {
             Call::of(&Product { norm, ..plain }).is_some()
         };
         assert!(norm(&array(3, &[64], half)));
-        assert!(!norm(&array(3, &[64], Dtype::Float32)));
+        assert!(norm(&array(3, &[64], Dtype::Float32)));
         assert!(!norm(&array(3, &[10], half)));
         // Rows that are too long to be normalized.
         for (rows, inner, fits) in [(16, 2048, true), (8, 4096, true), (16, 2056, false)] {

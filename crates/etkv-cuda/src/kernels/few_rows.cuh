@@ -45,7 +45,8 @@ struct Pools {
   int queries, each;
 };
 
-template <typename E>
+// `W` is the type of the norm's weight.
+template <typename E, typename W = E>
 struct FewRows {
   const E* x;
   long long row, column;
@@ -56,7 +57,7 @@ struct FewRows {
   // Whether rows are normalized by their root mean square. The weight of the norm may be null.
   bool normalizes;
   float eps;
-  const E* norm;
+  const W* norm;
   long long norm_step;
   // The residual, or null.
   const E* plus;
@@ -84,7 +85,7 @@ struct FewRows {
     return piece;
   }
 
-  __device__ static bool is_aligned(const E* at) { return reinterpret_cast<unsigned long long>(at) % 16 == 0; }
+  __device__ static bool is_aligned(const void* at) { return reinterpret_cast<unsigned long long>(at) % 16 == 0; }
 
   __device__ static uint4 piece_of(const E* at, long long step, bool aligned) {
     return aligned ? read_rows(at) : gathered(at, step);
@@ -140,6 +141,23 @@ struct FewRows {
     return piece;
   }
 
+  // Returns the normalized piece of a row at `at`. A weight in float32 is multiplied before the product is rounded.
+  __device__ uint4 normalized_at(uint4 piece, int at, float scale, bool norm_aligned) const {
+    if constexpr (cuda::std::is_same_v<W, E>) {
+      uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
+      return normalized(piece, weights, scale);
+    } else {
+      E each[8];
+      memcpy(each, &piece, sizeof(piece));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        each[i] = static_cast<E>(static_cast<float>(each[i]) * scale * static_cast<float>(norm[(at + i) * norm_step]));
+      }
+      memcpy(&piece, each, sizeof(piece));
+      return piece;
+    }
+  }
+
   // Calls `work` with the row and the column of each piece of `x` of this thread, and `end` with the row
   // after the last piece of a row. If there are few rows, several warps share a row. All threads of a warp
   // have the same rows.
@@ -178,8 +196,7 @@ struct FewRows {
         float whole = 0;
 #pragma unroll
         for (int share = 0; share < SHARES; ++share) whole += squares[r * SHARES + share];
-        uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
-        y = normalized(y, weights, rsqrtf(whole / inner + eps));
+        y = normalized_at(y, at, rsqrtf(whole / inner + eps), norm_aligned);
       }
       *reinterpret_cast<uint4*>(shared + r * (inner + PAD) + at) = y;
     };

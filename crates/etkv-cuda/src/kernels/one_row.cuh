@@ -13,12 +13,13 @@ constexpr int ROW_BATCH = 8 * 32 * ROW_PIECES;
 // The pieces of `x` that a thread keeps in registers, so that it does not have to read them twice.
 constexpr int ROW_HELD = 4;
 
-template <typename E>
-struct OneRow : FewRows<E> {
-  using Base = FewRows<E>;
-  using Base::end_output, Base::end_pair, Base::gathered, Base::is_aligned, Base::normalized, Base::piece_of,
+template <typename E, typename W = E>
+struct OneRow : FewRows<E, W> {
+  using Base = FewRows<E, W>;
+  using Base::column, Base::gate, Base::head_dim, Base::inner, Base::norm, Base::norm_step, Base::normalizes,
+      Base::outputs;
+  using Base::end_output, Base::end_pair, Base::gathered, Base::is_aligned, Base::normalized_at, Base::piece_of,
       Base::sum_of_squares;
-  using Base::gate, Base::head_dim, Base::inner, Base::norm, Base::norm_step, Base::normalizes, Base::outputs;
 
   __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
 
@@ -36,8 +37,8 @@ struct OneRow : FewRows<E> {
   // Copies the row to shared memory, and normalizes it if `normalizes` is set.
   __device__ void share_row(E* shared, float* squares) const {
     constexpr int THREADS = 32 * SHARES;
-    bool aligned = is_aligned(this->x), norm_aligned = is_aligned(norm);
-    auto piece = [&](int at) { return piece_of(this->x + at, 1, aligned); };
+    bool aligned = column == 1 && is_aligned(this->x), norm_aligned = norm_step == 1 && is_aligned(norm);
+    auto piece = [&](int at) { return piece_of(this->x + at * column, column, aligned); };
     uint4 held[ROW_HELD];
     float sum = 0;
 #pragma unroll
@@ -61,10 +62,7 @@ struct OneRow : FewRows<E> {
       scale = rsqrtf(whole / inner + this->eps);
     }
     auto leave = [&](int at, uint4 y) {
-      if (normalizes) {
-        uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
-        y = normalized(y, weights, scale);
-      }
+      if (normalizes) y = normalized_at(y, at, scale, norm_aligned);
       *reinterpret_cast<uint4*>(shared + at) = y;
     };
 #pragma unroll
@@ -189,3 +187,6 @@ struct OneRow : FewRows<E> {
 };
 
 }  // namespace etkv
+
+// Launch bounds as for `few_rows.cuh`.
+#define custom_kernel_etkv_one_row __launch_bounds__(256, 2) custom_kernel_etkv_one_row

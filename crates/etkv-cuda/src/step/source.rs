@@ -7,7 +7,6 @@ use crate::step::plan::Element;
 use crate::text;
 
 // Texts that only captured steps need.
-const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
 const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
 const MANY_ROWS: &str = include_str!("../kernels/many_rows.cuh");
 const PACKED: &str = include_str!("../kernels/packed.cuh");
@@ -82,7 +81,7 @@ impl Source {
                     text::INSTRUCTIONS,
                     text::ROTATION,
                     text::FEW_ROWS,
-                    ONE_ROW,
+                    text::ONE_ROW,
                     TILED_ROWS,
                     TOKENS,
                     PRODUCT_WORK,
@@ -114,7 +113,7 @@ impl Source {
                     text::INSTRUCTIONS,
                     text::ROTATION,
                     text::FEW_ROWS,
-                    ONE_ROW,
+                    text::ONE_ROW,
                     TOKENS,
                     PACKED,
                     PRODUCT_WORK,

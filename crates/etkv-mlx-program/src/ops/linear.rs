@@ -3,6 +3,7 @@
 use mlx_rs::ops::{addmm as mlx_addmm, concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 
+use super::norm::in_float32;
 use super::views::run_split;
 use super::{activation, instruction};
 use crate::error::{fail, Result};
@@ -115,7 +116,13 @@ pub fn by_kernel(product: &Product) -> Result<KernelResult> {
     let Some(norm) = product.norm else {
         return Ok(KernelResult::Remaining(None));
     };
-    let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
+    let x = product.x;
+    let normalized = match norm.weight {
+        Some(weight) if weight.dtype() == Dtype::Float32 && x.dtype() != Dtype::Float32 => {
+            in_float32(x, Some(weight), None, norm.eps, x.dtype())?
+        }
+        weight => mlx_rs::fast::rms_norm(x, weight, norm.eps)?,
+    };
     // The kernel may have refused only because the rows are too long for its norm.
     let rest = Product { x: &normalized, norm: None, ..*product };
     Ok(match kernels::few_rows(&rest)? {

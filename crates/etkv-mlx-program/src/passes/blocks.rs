@@ -1,13 +1,15 @@
 //! Fuses a product with the operations around it in a layer: the norm before it, the gate on its halves, and the
 //! residual.
 //!
-//! On a GPU, the kernel of a product of 2 to 16 rows in half precision computes these operations too. A launch costs
+//! On a GPU, the kernel of a product of 1 to 16 rows in half precision computes these operations too. A launch costs
 //! the host more time than the work takes on the device. In such a step, a layer of a Llama has 8 launches instead of
 //! 14, and 7 if the kernel also [rotates](super::rotated) heads.
 
 use std::collections::HashMap;
 
-use super::{makers, only_readers};
+use mlx_rs::Dtype;
+
+use super::{dead, maker, makers, only_readers};
 use crate::ir::{Binary, Graph, Instruction, Norm, Op, Out, Unary, Value};
 
 /// Rewrites the products of the main chain.
@@ -31,6 +33,37 @@ pub fn join(graph: &mut Graph) {
         instructions[last] = Some(Instruction { op: found.block.into_op(), out });
     }
     graph.main.instructions = instructions.into_iter().flatten().collect();
+}
+
+/// Fuses norms in float32 with the products of the main chain that read them, if a norm has one reader and its rows have
+/// the dtype of its result. `dtypes` are those that are certain.
+pub fn join_norms(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
+    let (readers, makers) = (only_readers(graph), makers(graph));
+    for index in 0..graph.main.instructions.len() {
+        let (normalized, parts) = match &graph.main.instructions[index].op {
+            &Op::Linear { x, weight, bias, transposed } => {
+                (x, (weight, bias, transposed, None, None))
+            }
+            &Op::LinearBlock { x, weight, bias, transposed, norm: None, gate, residual } => {
+                (x, (weight, bias, transposed, gate, residual))
+            }
+            _ => continue,
+        };
+        let is_alone = readers.contains_key(&normalized);
+        let Some(&Op::NormInFloat32 { x, norm, scale: None, dtype }) =
+            maker(graph, &makers, normalized).filter(|_| is_alone)
+        else {
+            continue;
+        };
+        if dtype == Dtype::Float32 || dtypes.get(&x) != Some(&dtype) {
+            continue;
+        }
+        let (weight, bias, transposed, gate, residual) = parts;
+        let norm = Some(norm);
+        graph.main.instructions[index].op =
+            Op::LinearBlock { x, weight, bias, transposed, norm, gate, residual };
+    }
+    dead::eliminate(graph);
 }
 
 /// A product, with the operations fused into it.
@@ -210,6 +243,44 @@ mod tests {
         let mut graph = graph(ops);
         join(&mut graph);
         graph.main.instructions.into_iter().map(|made| (made.op, made.out)).collect()
+    }
+
+    #[test]
+    fn norms_in_float32_are_fused_too() {
+        let bf16 = Dtype::Bfloat16;
+        let in_float32 =
+            |scale, dtype| tensor(Op::NormInFloat32 { x: Value(3), norm: NORM, scale, dtype }, 10);
+        let joined = |ops| {
+            let mut graph = graph(ops);
+            join_norms(&mut graph, &HashMap::from([(Value(3), bf16)]));
+            graph.main.instructions.into_iter().map(|made| made.op).collect::<Vec<_>>()
+        };
+        let made = joined(vec![in_float32(None, bf16), linear(10, 0, 11)]);
+        let (x, weight) = (Value(3), Value(0));
+        let block = Op::LinearBlock {
+            x,
+            weight,
+            bias: None,
+            transposed: false,
+            norm: Some(NORM),
+            gate: None,
+            residual: None,
+        };
+        assert_eq!(made, [block]);
+        // A factor, another dtype, and a second reader.
+        for ops in [
+            vec![in_float32(Some(Value(4)), bf16), linear(10, 0, 11)],
+            vec![in_float32(None, Dtype::Float32), linear(10, 0, 11)],
+            vec![in_float32(None, bf16), linear(10, 0, 11), add(10, 11, 12)],
+        ] {
+            let n = ops.len();
+            let made = joined(ops);
+            assert!(
+                matches!(made[..], [Op::NormInFloat32 { .. }, Op::Linear { .. }, ..]),
+                "{made:?}"
+            );
+            assert_eq!(made.len(), n);
+        }
     }
 
     #[test]

@@ -124,6 +124,7 @@ pub fn join_layers(graph: &mut Graph) {
 pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
+    blocks::join_norms(graph, &dtypes::with_constants(graph, constants));
     elementwise::fuse(graph, &dtypes::with_constants(graph, constants));
     if !cfg!(target_os = "macos") {
         scans::fuse(graph, constants);
