@@ -113,6 +113,15 @@ def test_generated_ids(model):
     assert len(answer) == DECODED or int(expected[-1].argmax()) in eos
 
 
+@pytest.mark.parametrize("name", [name for name, backend in CASES if backend == "mlx"])
+def test_passes_of_a_gpu(name):
+    """The passes of a GPU, here on a CPU, fuse recurrences with the operations before them."""
+    model, text = _model(name, "mlx"), ids(PROMPT)
+    with model.session() as session, model.load(session, passes="gpu") as program:
+        found = decode(program, text, PROMPT, DECODED)
+    model.close(found, model.expected(text))
+
+
 # ---- Several sequences ----------------------------------------------------------------------------------------------
 
 

@@ -108,9 +108,9 @@ class TinyProgram:
         fields = {"capacity": 1024, "k_format": "f32", "v_format": "f32", **changes}
         return kind(CacheConfig(self.facts.layers, **fields), backend=self.facts.backend)
 
-    def load(self, session: Session) -> etkv.Program:
+    def load(self, session: Session, passes: str = "default") -> etkv.Program:
         # The tiny models have a context of 256 tokens, and rotate by any position.
-        return etkv.load(self.request.output, session, beyond_context=True)
+        return etkv.load(self.request.output, session, passes=passes, beyond_context=True)
 
     def alone(self, text: Sequence[int], prompt: int) -> torch.Tensor:
         """Return the logits of ``text`` in a separate session: the prompt runs in chunks, the rest in single tokens."""

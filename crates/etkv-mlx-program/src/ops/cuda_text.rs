@@ -318,6 +318,19 @@ mod tests {
     }
 
     #[test]
+    fn a_function_returns_the_element_at_given_indices() {
+        let expression = expression(&[Node::Input(0), Node::Unary(Unary::Sigmoid, 0)]);
+        let types = [(Dtype::Float16, 2)];
+        let expected = "const float v1 = etkv::rounded<__half>(static_cast<float>(b0[0 \
+             + (b0_shape[0] == 1 ? 0 : token * static_cast<long long>(b0_strides[0])) \
+             + (b0_shape[1] == 1 ? 0 : 2 * static_cast<long long>(b0_strides[1]))]));\n\
+             const float v2 = etkv::rounded<__half>(etkv::sigmoid(v1));\nreturn v2;\n";
+        let made = function(&expression, &types, "b", &["token", "2"]);
+        assert_eq!(made.as_deref(), Some(expected));
+        assert_eq!(function(&expression, &types, "b", &["token"]), None);
+    }
+
+    #[test]
     fn shapes_are_those_of_mlx() {
         let array = |shape: &[i32]| Array::zeros::<f32>(shape).unwrap();
         let sum = expression(&[Node::Input(0), Node::Input(1), Node::Binary(Binary::Add, 0, 1)]);

@@ -128,9 +128,7 @@ pub fn run(frame: &mut Frame, call: &RecurrentCall) -> Result<Array> {
             let (config, scale, on_gpu) = (call.config, *scale, frame.on_gpu());
             let fused =
                 FusedScan { config, scale, rows, numbers, tensors, out_dtype: dtype, on_gpu };
-            frame.update_recurrent(call.layer, &mut |spec| {
-                Ok(keep(fused.run(spec).map_err(etkv::Error::from)?))
-            })?;
+            frame.update_recurrent(call.layer, &mut |spec| Ok(keep(fused.run(spec)?)))?;
         }
         _ => fail!(Internal, "cannot run a {} with {} operands", call.kind(), operands.len()),
     }

@@ -40,11 +40,11 @@ pub fn join(graph: &mut Graph) {
 pub fn join_norms(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     for index in 0..graph.main.instructions.len() {
-        let (normalized, parts) = match &graph.main.instructions[index].op {
-            &Op::Linear { x, weight, bias, transposed } => {
+        let (normalized, parts) = match graph.main.instructions[index].op {
+            Op::Linear { x, weight, bias, transposed } => {
                 (x, (weight, bias, transposed, None, None))
             }
-            &Op::LinearBlock { x, weight, bias, transposed, norm: None, gate, residual } => {
+            Op::LinearBlock { x, weight, bias, transposed, norm: None, gate, residual } => {
                 (x, (weight, bias, transposed, gate, residual))
             }
             _ => continue,
