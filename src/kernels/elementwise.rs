@@ -1,6 +1,7 @@
 //! Kernels of element-wise functions, whose texts callers generate.
 
 use std::ffi::CString;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use etkv_cuda::text;
@@ -16,8 +17,24 @@ const THREADS: i32 = 256;
 
 /// A function of an element's indices, as CUDA text: statements that end with `return`. Kernels define the names of its
 /// inputs and indices. It may call the functions of `elementwise.cuh` of `etkv_cuda`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+///
+/// Only clones are equal, so that a comparison reads no text.
+#[derive(Debug, Clone)]
 pub struct Function(Arc<str>);
+
+impl PartialEq for Function {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Function {}
+
+impl Hash for Function {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.as_ptr().hash(state);
+    }
+}
 
 impl Function {
     /// The maximum number of arrays that a function reads.

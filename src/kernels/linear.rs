@@ -82,14 +82,16 @@ pub struct Rotation<'a> {
     pub heads: i32,
 }
 
-/// An RMS norm with the semantics of MLX's `fast.rms_norm`. If the weight is float32 and the rows are not, a normalized
-/// element is rounded once, to the dtype of the rows.
+/// An RMS norm.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
-    /// `[in]`, in the dtype of the rows or in float32.
+    /// `[in]`.
     pub weight: Option<&'a Array>,
     /// Added to the mean square.
     pub eps: f32,
+    /// Whether the weight is float32, and a normalized element is rounded once, to the dtype of the rows. Otherwise the
+    /// norm is that of MLX's `fast.rms_norm`.
+    pub in_float32: bool,
 }
 
 /// An activation function. The kernel has the same numbers.
@@ -213,6 +215,8 @@ impl Call {
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
         let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
         let norm_weight = norm.and_then(|norm| norm.weight);
+        let is_wide = norm.is_some_and(|norm| norm.in_float32) && norm_weight.is_some();
+        let norm_dtype = if is_wide { Dtype::Float32 } else { dtype };
         let fits = leading.iter().all(|&n| n == 1)
             && (1..=MAX_ROWS).contains(&rows)
             && inner > 0
@@ -221,9 +225,8 @@ impl Call {
             && is_half
             && weight.dtype() == dtype
             && bias.is_none_or(|bias| is_row(bias, weights))
-            && norm_weight.is_none_or(|weight| {
-                weight.shape() == [inner] && [dtype, Dtype::Float32].contains(&weight.dtype())
-            })
+            && norm_weight
+                .is_none_or(|weight| weight.shape() == [inner] && weight.dtype() == norm_dtype)
             && norm.is_none_or(|norm| norm.eps >= 0.0)
             && ((norm.is_none() && rows > 1) || rows.checked_mul(inner + PAD)? <= MAX_SHARED);
         let is_alone = norm.is_none() && gate.is_none() && residual.is_none() && rotation.is_none();
@@ -254,8 +257,7 @@ impl Call {
             rotated,
             team: 0,
         };
-        let norm = norm_weight.map_or(dtype, Array::dtype);
-        let template = Template { dtype, norm, rank: shape.len(), is_one: rows == 1 };
+        let template = Template { dtype, norm: norm_dtype, rank: shape.len(), is_one: rows == 1 };
         if rows > 1 {
             return Some(Self { template, form, threads: threads(outputs, TILE / halves), out });
         }
@@ -316,7 +318,7 @@ fn form_array(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -
     Ok(array)
 }
 
-/// The maximum number of forms that are kept. A program has five.
+/// The maximum number of forms that are kept. A program has some ten.
 const MAX_FORMS: usize = 64;
 
 /// Returns the number of warps that share a pair of outputs of a single row, as a power of two: more than one if there
@@ -407,7 +409,7 @@ fn compile_and_run(template: &Template, how: FormArrays) -> Result<Option<Kernel
     shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
     let call = Call { template: *template, form: PLAIN, threads: THREADS, out };
-    let norm = Some(RmsNorm { weight: Some(&of_norm), eps: 0.0 });
+    let norm = Some(RmsNorm { weight: Some(&of_norm), eps: 0.0, in_float32: false });
     let product = Product { norm, ..Product::plain(&x, &weight, false) };
     eval([&call.launch(&kernel, &product, how)?])?;
     Ok(Some(kernel))

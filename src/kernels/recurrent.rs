@@ -96,7 +96,7 @@ pub enum Rows<'a> {
         x: &'a Array,
         /// The first column.
         start: i32,
-        /// The norm of each vector.
+        /// The norm of each vector. The kernel does not normalize values.
         norm: Option<HeadNorm>,
     },
 }
@@ -306,8 +306,8 @@ struct ScanTemplate {
     v_dim: i32,
     /// Queries, keys and values.
     rows: [RowsTemplate; 3],
-    /// The names of the dtypes of all inputs of rows and numbers in CUDA.
-    elements: SmallVec<[&'static str; 8]>,
+    /// The names of their dtypes in CUDA.
+    elements: [&'static str; 3],
     decays: NumbersTemplate,
     strengths: Option<NumbersTemplate>,
     /// The bits of the factor.
@@ -323,10 +323,11 @@ enum RowsTemplate {
     Columns(i32, Option<[i32; 2]>),
 }
 
+/// With the names of the dtypes of the inputs in CUDA.
 #[derive(Debug, PartialEq, Eq, Hash)]
 enum NumbersTemplate {
-    Heads,
-    Function(Function),
+    Heads(&'static str),
+    Function(Function, SmallVec<[&'static str; 4]>),
 }
 
 /// The names of the inputs of decays and write strengths.
@@ -336,39 +337,40 @@ const GATE_NAMES: [[&CStr; Function::MAX_INPUTS]; 2] = [
 ];
 
 impl ScanTemplate {
-    /// Returns `None` if the kernel does not support a dtype.
+    /// Returns `None` if the kernel does not support a dtype, or a norm of values.
     fn of(call: &Scan) -> Option<Self> {
-        let mut elements = SmallVec::new();
-        let mut add = |x: &Array| element(x.dtype()).map(|(name, _)| elements.push(name));
+        let name = |x: &Array| element(x.dtype()).map(|(name, _)| name);
         let rows = call.rows.map(|rows| match rows {
-            Rows::Heads(x) => add(x).map(|()| RowsTemplate::Heads),
+            Rows::Heads(x) => (x, RowsTemplate::Heads),
             Rows::Columns { x, start, norm } => {
                 let bits = |number: f32| number.to_bits() as i32;
                 let norm = norm.map(|norm| [bits(norm.eps), bits(norm.factor)]);
-                add(x).map(|()| RowsTemplate::Columns(start, norm))
+                (x, RowsTemplate::Columns(start, norm))
             }
         });
-        let mut numbers = |numbers: Numbers| match numbers {
-            Numbers::Heads(x) => add(x).map(|()| NumbersTemplate::Heads),
+        let [(q, _), (k, _), (v, values)] = &rows;
+        if matches!(values, RowsTemplate::Columns(_, Some(_))) {
+            return None;
+        }
+        let numbers = |numbers: Numbers| match numbers {
+            Numbers::Heads(x) => name(x).map(NumbersTemplate::Heads),
             Numbers::Function(function, of) => {
-                of.iter().try_for_each(|x| add(x))?;
+                let names = of.iter().map(|x| name(x)).collect::<Option<SmallVec<_>>>()?;
                 (of.len() <= Function::MAX_INPUTS)
-                    .then(|| NumbersTemplate::Function(function.clone()))
+                    .then(|| NumbersTemplate::Function(function.clone(), names))
             }
         };
-        let decays = numbers(call.decays)?;
         let strengths = match call.strengths {
             Some(strengths) => Some(numbers(strengths)?),
             None => None,
         };
-        let [q, k, v] = rows;
         Some(Self {
             k_dim: call.k_dim,
             share: call.heads / call.k_heads,
             v_dim: call.v_dim,
-            rows: [q?, k?, v?],
-            elements,
-            decays,
+            elements: elements_of([q.dtype(), k.dtype(), v.dtype()])?,
+            rows: rows.map(|(_, rows)| rows),
+            decays: numbers(call.decays)?,
             strengths,
             scale: call.scale.to_bits() as i32,
             out: element(call.out_dtype)?.0,
@@ -376,11 +378,21 @@ impl ScanTemplate {
     }
 
     fn text(&self) -> String {
-        let Self { k_dim, share, v_dim, scale, out, .. } = self;
+        let Self { k_dim, share, v_dim, elements: [q, k, v], scale, out, .. } = self;
         let delta = self.strengths.is_some();
-        let mut text = format!("etkv::Scan<{k_dim}, {delta}, {out}> work;\n");
+        let mut text = format!("etkv::Scan<{k_dim}, {delta}, {q}, {k}, {v}, {out}> work;\n");
         for rows in ["keys", "updates", "anchors", "folds"] {
-            text += &stored_rows(rows);
+            text += &head_rows(rows);
+        }
+        for ((name, rows), dim) in ["q", "k", "v"].iter().zip(&self.rows).zip([k_dim, k_dim, v_dim])
+        {
+            text += &match rows {
+                RowsTemplate::Heads => head_rows(name),
+                RowsTemplate::Columns(start, _) => format!(
+                    "work.{name} = {{{name} + {start} * {name}_strides[2], {dim} * {name}_strides[2],\n\
+                     {name}_strides[1], {name}_strides[2]}};\n"
+                ),
+            };
         }
         for (name, rows) in ["q", "k"].iter().zip(&self.rows) {
             let norm = match rows {
@@ -392,37 +404,16 @@ impl ScanTemplate {
                 "work.{name}_norm = {{{is_on}, __int_as_float({eps}), __int_as_float({factor})}};\n"
             );
         }
-        for ((name, rows), dim) in ["q", "k", "v"].iter().zip(&self.rows).zip([k_dim, k_dim, v_dim])
+        for (name, numbers) in ["g", "b"].iter().zip([Some(&self.decays), self.strengths.as_ref()])
         {
-            let at = match rows {
-                RowsTemplate::Heads => format!(
-                    "head * static_cast<long long>({name}_strides[1]) + token * \
-                     static_cast<long long>({name}_strides[2]) + column * \
-                     static_cast<long long>({name}_strides[3])"
+            let body = match numbers {
+                Some(NumbersTemplate::Function(function, _)) => function.body(),
+                Some(NumbersTemplate::Heads(_)) => &format!(
+                    "return static_cast<float>({name}0[head * {name}0_strides[1] + token * {name}0_strides[2]]);\n"
                 ),
-                RowsTemplate::Columns(start, _) => format!(
-                    "token * static_cast<long long>({name}_strides[1]) + \
-                     ({start} + head * {dim} + column) * static_cast<long long>({name}_strides[2])"
-                ),
+                None => "return 0.0f;\n",
             };
-            text += &format!(
-                "auto {name}_at = [&](int head, int token, int column) {{ return static_cast<float>({name}[{at}]); }};\n"
-            );
-        }
-        let no_strengths = Some(NumbersTemplate::Function(Function::new("return 0.0f;\n")));
-        let strengths = self.strengths.as_ref().or(no_strengths.as_ref());
-        for (name, numbers) in ["g", "b"].iter().zip([Some(&self.decays), strengths]) {
-            text += &format!("auto {name}_at = [&](int head, int token) -> float {{\n");
-            match numbers {
-                Some(NumbersTemplate::Function(function)) => text += function.body(),
-                _ => {
-                    text += &format!(
-                        "return static_cast<float>({name}0[head * static_cast<long long>({name}0_strides[1]) + \
-                         token * static_cast<long long>({name}0_strides[2])]);\n"
-                    );
-                }
-            }
-            text += "};\n";
+            text += &format!("auto {name}_at = [&](int head, int token) -> float {{\n{body}}};\n");
         }
         // The axis of tokens of the values.
         let axis = match self.rows[2] {
@@ -432,7 +423,7 @@ impl ScanTemplate {
         text += &format!(
             "work.plan = plan; work.share = {share}; work.v_dim = {v_dim}; work.tokens = v_shape[{axis}];\n\
              work.scale = __int_as_float({scale});\n\
-             work.run(q_at, k_at, v_at, g_at, b_at, out, new_keys, new_updates);\n"
+             work.run(g_at, b_at, out, new_keys, new_updates);\n"
         );
         text
     }
@@ -463,7 +454,7 @@ impl Template for RecurrentTemplate {
             Self::Fold { k_dim, share, v_dim } => {
                 let mut text = format!("etkv::Fold<{k_dim}> work;\n");
                 for rows in ["keys", "updates", "anchors"] {
-                    text += &stored_rows(rows);
+                    text += &head_rows(rows);
                 }
                 text += &format!(
                     "work.plan = plan; work.share = {share}; work.v_dim = {v_dim};\nwork.run(out);\n"
@@ -475,6 +466,6 @@ impl Template for RecurrentTemplate {
 }
 
 /// Returns the assignment of an array `[1, heads, rows, columns]`.
-fn stored_rows(name: &str) -> String {
+fn head_rows(name: &str) -> String {
     format!("work.{name} = {{{name}, {name}_strides[1], {name}_strides[2], {name}_strides[3]}};\n")
 }

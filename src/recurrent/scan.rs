@@ -130,7 +130,8 @@ pub fn fused_scan(
         Rows::Heads(x) => x.shape() == [1, heads, n, dim],
         Rows::Columns { x, start, .. } => {
             let end = heads.checked_mul(dim).and_then(|columns| columns.checked_add(start));
-            matches!(*x.shape(), [1, tokens, columns] if tokens == n && end.is_some_and(|end| end <= columns))
+            let has = |columns| start >= 0 && end.is_some_and(|end| end <= columns);
+            matches!(*x.shape(), [1, tokens, columns] if tokens == n && has(columns))
         }
     };
     let are_heads = |numbers: Numbers| match numbers {

@@ -48,7 +48,10 @@ impl Rows {
             Self::Unaligned => {
                 slice_axis(&array(1, &[1, rows, inner + 5], dtype), 2, 3, 3 + inner, 1).unwrap()
             }
-            Self::Columns => array(1, &[inner, rows], dtype).transpose_axes(&[1, 0]).unwrap(),
+            Self::Columns => {
+                let wide = array(1, &[inner, rows + 3], dtype).transpose_axes(&[1, 0]).unwrap();
+                slice_axis(&wide, 0, 2, 2 + rows, 1).unwrap()
+            }
         }
     }
 }
@@ -108,8 +111,11 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
     let residual = residual.map(|residual| {
         residual.reshape(&[&x.shape()[..x.ndim() - 1], &[outputs]].concat()).unwrap()
     });
-    let norm =
-        around.norm.map(|weighs| RmsNorm { weight: weighs.then_some(&norm_weight), eps: EPS });
+    let norm = around.norm.map(|weighs| RmsNorm {
+        weight: weighs.then_some(&norm_weight),
+        eps: EPS,
+        in_float32: around.wide,
+    });
     let product = Product {
         bias: bias.as_ref(),
         norm,
@@ -234,7 +240,11 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
     let positions = Array::from_slice(&at, &[rows]);
     let periods = Array::from_slice(&lengths, &[half]);
     let rotation = Some(Rotation { positions: &positions, periods: &periods, heads: n - 2 });
-    let norm = (rows % 2 == 0 || rows == 1).then_some(RmsNorm { weight: None, eps: 1e-5 });
+    let norm = (rows % 2 == 0 || rows == 1).then_some(RmsNorm {
+        weight: None,
+        eps: 1e-5,
+        in_float32: false,
+    });
     let rotated = Product { bias: bias.as_ref(), rotation, norm, ..Product::plain(&x, &w, false) };
     let found = values(&few_rows(&rotated).unwrap().expect("the kernel supports it"));
     let plain = few_rows(&Product { rotation: None, ..rotated }).unwrap().unwrap();
@@ -358,16 +368,18 @@ fn operations_around_a_product_must_fit() {
         let (x, weight) = (array(1, &[1, 2, 64], half), array(2, &[10, 64], half));
         let plain = Product::plain(&x, &weight, false);
         let norm = |weight: &Array| {
-            let norm = Some(RmsNorm { weight: Some(weight), eps: 1e-6 });
-            Call::of(&Product { norm, ..plain }).is_some()
+            [false, true].map(|in_float32| {
+                let norm = Some(RmsNorm { weight: Some(weight), eps: 1e-6, in_float32 });
+                Call::of(&Product { norm, ..plain }).is_some()
+            })
         };
-        assert!(norm(&array(3, &[64], half)));
-        assert!(norm(&array(3, &[64], Dtype::Float32)));
-        assert!(!norm(&array(3, &[10], half)));
+        assert_eq!(norm(&array(3, &[64], half)), [true, false]);
+        assert_eq!(norm(&array(3, &[64], Dtype::Float32)), [false, true]);
+        assert_eq!(norm(&array(3, &[10], half)), [false, false]);
         // Rows that are too long to be normalized.
         for (rows, inner, fits) in [(16, 2048, true), (8, 4096, true), (16, 2056, false)] {
             let (x, weight) = (array(1, &[1, rows, inner], half), array(2, &[2, inner], half));
-            let norm = Some(RmsNorm { weight: None, eps: 1e-6 });
+            let norm = Some(RmsNorm { weight: None, eps: 1e-6, in_float32: false });
             let product = Product { norm, ..Product::plain(&x, &weight, false) };
             assert_eq!(Call::of(&product).is_some(), fits);
         }

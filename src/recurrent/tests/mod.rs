@@ -65,14 +65,14 @@ struct Inputs {
 impl Recurrence {
     fn inputs(&self, token: u64) -> Inputs {
         let mut random = Random::new(token + 11);
-        let q = random.numbers(self.k_heads * self.k_dim);
+        let mut q = random.numbers(self.k_heads * self.k_dim);
         let mut k = random.numbers(self.k_heads * self.k_dim);
         if self.repeats {
             k = Random::new(5).numbers(k.len());
         }
-        for key in k.chunks_mut(self.k_dim) {
-            let norm = key.iter().map(|x| x * x).sum::<f32>().sqrt();
-            key.iter_mut().for_each(|x| *x /= norm);
+        for vector in q.chunks_mut(self.k_dim).chain(k.chunks_mut(self.k_dim)) {
+            let norm = vector.iter().map(|x| x * x).sum::<f32>().sqrt();
+            vector.iter_mut().for_each(|x| *x /= norm);
         }
         let v = random.numbers(self.heads * self.v_dim);
         let n_decays = self.heads * if self.channel_decay { self.k_dim } else { 1 };

@@ -46,46 +46,48 @@ struct Run {
     worst: f64,
     /// The number of scans that were fused with other operations.
     fused: usize,
+    functions: [Function; 2],
 }
 
-/// Computes a scan from the columns of one array. Keys are normalized by the kernel. Decays and write strengths are
-/// functions. Returns `None` if there is no kernel.
+/// Computes a scan from the columns of one array. Queries and keys are normalized by the kernel. Decays and write
+/// strengths are functions. With `as_heads`, values are a separate array. Returns `None` if there is no kernel.
 fn scan_fused(
     recurrence: Recurrence,
     [q, k, v, g, beta]: &[Array; 5],
+    functions: &[Function; 2],
+    as_heads: bool,
     spec: &RecurrentSpec,
 ) -> Result<Option<(Array, RecurrentRows)>> {
     let n_tokens = q.dim(2);
     let columns = |x: &Array| x.transpose_axes(&[0, 2, 1, 3])?.reshape(&[1, n_tokens, -1]);
-    // Keys have the length 1.
-    let longer = k.multiply(Array::from_f32(3.0))?;
-    let x = concatenate(&[columns(v)?, columns(q)?, columns(&longer)?], 2)?;
+    // Queries and keys have the length 1.
+    let times = |x: &Array, factor| x.multiply(Array::from_f32(factor));
+    let all = [columns(v)?, columns(&times(q, 0.7)?)?, columns(&times(k, 3.0)?)?];
+    let x = concatenate(&all, 2)?;
     let [k_heads, heads, k_dim, v_dim] =
         [recurrence.k_heads, recurrence.heads, recurrence.k_dim, recurrence.v_dim]
             .map(|n| n as i32);
-    let factor = 1.0 / (k_dim as f32).sqrt();
-    let norm = Some(HeadNorm { eps: 1e-9, factor });
+    let norm = HeadNorm { eps: 1e-9, factor: 1.0 / (k_dim as f32).sqrt() };
     let rows = |start, norm| Rows::Columns { x: &x, start, norm };
-    let starts = [heads * v_dim, heads * v_dim + k_heads * k_dim, 0];
-    let half = g.multiply(Array::from_f32(0.5))?.transpose_axes(&[0, 2, 1])?;
-    let read = |name: &str| {
-        format!(
-            "static_cast<float>({name}0[token * {name}0_strides[1] + head * {name}0_strides[2]])"
-        )
-    };
-    let decay = Function::new(&format!("return 2 * {};\n", read("g")));
-    let strength = Function::new(&format!("return {};\n", read("b")));
-    let beta = beta.transpose_axes(&[0, 2, 1])?;
-    let (halves, betas) = ([&half], [&beta]);
+    let queries = rows(heads * v_dim, Some(norm));
+    let keys = rows(heads * v_dim + k_heads * k_dim, Some(norm));
+    let values = if as_heads { Rows::Heads(v) } else { rows(0, None) };
+    let half = times(g, 0.5)?.transpose_axes(&[0, 2, 1])?;
+    let strengths = beta.transpose_axes(&[0, 2, 1])?;
+    let (halves, strengths) = ([&half], [&strengths]);
+    let [decay, strength] = functions;
     let inputs = FusedScanInputs {
         k_heads,
         heads,
         k_dim,
         v_dim,
-        rows: [rows(starts[0], None), rows(starts[1], norm), rows(starts[2], None)],
-        decays: Numbers::Function(&decay, &halves),
-        strengths: recurrence.delta.then_some(Numbers::Function(&strength, &betas)),
+        rows: [queries, keys, values],
+        decays: Numbers::Function(decay, &halves),
+        strengths: recurrence.delta.then_some(Numbers::Function(strength, &strengths)),
     };
+    // The kernel does not normalize values.
+    let refused = FusedScanInputs { rows: [queries, keys, rows(0, Some(norm))], ..inputs };
+    assert!(fused_scan(&refused, SCALE, spec, Dtype::Float32)?.is_none());
     fused_scan(&inputs, SCALE, spec, Dtype::Float32)
 }
 
@@ -110,6 +112,12 @@ impl Run {
             next: seed << 32,
             worst: 0.0,
             fused: 0,
+            functions: ["g", "b"].map(|name| {
+                let factor = if name == "g" { 2 } else { 1 };
+                Function::new(&format!(
+                    "return {factor} * static_cast<float>({name}0[token * {name}0_strides[1] + head * {name}0_strides[2]]);\n"
+                ))
+            }),
         }
     }
 
@@ -128,10 +136,11 @@ impl Run {
         let mut outs = Vec::new();
         let inputs = self.recurrence.scan_inputs(&arrays);
         let fuses = self.random.below(2) == 0 && !self.recurrence.channel_decay;
-        let (recurrence, fused) = (self.recurrence, &mut self.fused);
+        let as_heads = self.random.below(2) == 0;
+        let (recurrence, functions, fused) = (self.recurrence, &self.functions, &mut self.fused);
         self.cache.update_recurrent(0, &mut |spec| {
             let made = match fuses {
-                true => scan_fused(recurrence, &arrays, spec)?,
+                true => scan_fused(recurrence, &arrays, functions, as_heads, spec)?,
                 false => None,
             };
             *fused += usize::from(made.is_some());
@@ -270,7 +279,7 @@ fn generated(recurrence: Recurrence, convolution: Convolution, seed: u64) -> f64
 fn generated_steps_are_near_the_plain_loop() {
     let mut random = Random::new(3);
     for case in 0..24 {
-        let mut dim = || [4, 6, 16, 20, 32][random.below(5)];
+        let mut dim = || [4, 6, 16, 20, 32, 40][random.below(6)];
         let dims = [dim(), dim()];
         let k_heads = 1 + random.below(2);
         let recurrence = Recurrence {

@@ -87,8 +87,11 @@ struct HeadNorm {
 
 // A linear recurrence. All tokens of a group see the same stored rows, and each token sees its ancestors in
 // the group. A block computes some columns of one head, since the columns of a state are independent.
-template <int K_DIM, bool DELTA, typename O>
+template <int K_DIM, bool DELTA, typename Q, typename K, typename V, typename O>
 struct Scan {
+  HeadRows<Q> q;
+  HeadRows<K> k;
+  HeadRows<V> v;
   HeadNorm q_norm, k_norm;
   HeadRows<float> keys, updates, anchors, folds;
   // The offset of each group in this array, followed by the groups. A group has the source of its state (see
@@ -100,11 +103,9 @@ struct Scan {
   float scale;
 
   // Writes outputs `[tokens, heads, v_dim]`, keys `[k_heads, tokens, K_DIM]`, and updates `[heads, tokens,
-  // v_dim + 1]`, whose last column is the sum of log decays. `q`, `k` and `v` return an element of a head of a token,
-  // `g` and `beta` the number of a head of a token.
-  template <typename Q, typename K, typename V, typename G, typename B>
-  __device__ void run(const Q& q, const K& k, const V& v, const G& g, const B& beta, O* out, float* new_keys,
-                      float* new_updates) const {
+  // v_dim + 1]`, whose last column is the sum of log decays. `g` and `beta` are functions of a head and a token.
+  template <typename G, typename B>
+  __device__ void run(const G& g, const B& beta, O* out, float* new_keys, float* new_updates) const {
     __shared__ float query[K_DIM], key[K_DIM];
     __shared__ float factors[2], key_factors[GROUP_TOKENS];
     __shared__ float for_query[BLOCK_ROWS + GROUP_TOKENS], for_key[BLOCK_ROWS + GROUP_TOKENS];
@@ -127,8 +128,8 @@ struct Scan {
     for (int i = 0; i < n_tokens; i++) {
       int token = own[3 * i], parent = own[3 * i + 1], ancestors = own[3 * i + 2];
       for (int c = threadIdx.x; c < K_DIM; c += blockDim.x) {
-        query[c] = q(k_head, token, c);
-        key[c] = k(k_head, token, c);
+        query[c] = q.at(k_head, token, c);
+        key[c] = k.at(k_head, token, c);
       }
       if (threadIdx.x == 0) {
         float before = parent >= 0 ? token_sums[parent] : n_rows > 0 ? row_sums[n_rows - 1] : 0;
@@ -174,7 +175,7 @@ struct Scan {
           } else if (is_row) {
             other = keys.at(k_head, slots[r], c);
           } else {
-            other = k(k_head, own[3 * (r - n_rows)], c) * key_factors[r - n_rows];
+            other = k.at(k_head, own[3 * (r - n_rows)], c) * key_factors[r - n_rows];
           }
           of_query += query[c] * other;
           if (DELTA) of_key += key[c] * other;
@@ -216,7 +217,7 @@ struct Scan {
           read += parts[0][part][lane];
           known += parts[1][part][lane];
         }
-        float update = v(head, token, column);
+        float update = v.at(head, token, column);
         if (DELTA) update = (update - known) * beta(head, token);
         token_updates[i][lane] = update;
         float result = scale * (read + for_query[n_rows + i] * update);

@@ -317,7 +317,7 @@ impl Planner {
         // The addresses are in the order in which the constants were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
-        let norm = product.norm.map(|ir::Norm { weight, eps }| Norm {
+        let norm = product.norm.map(|ir::Norm { weight, eps, .. }| Norm {
             weight: weight.map(|_| next()),
             wide: false,
             eps,

@@ -97,13 +97,16 @@ pub struct Affine {
     pub bits: i32,
 }
 
-/// The arguments of an `RmsNorm`.
+/// The arguments of an RMS norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
     /// The weight of each normalized feature.
     pub weight: Option<Value>,
     /// The number to add to the mean square.
     pub eps: f32,
+    /// Whether the norm is computed in float32 and rounded once, to the dtype of its input if nothing else is stated.
+    /// Otherwise it is computed as an `RmsNorm`, in the common dtype of its input and its weight.
+    pub in_float32: bool,
 }
 
 /// The layout of a product's features as heads. The first heads rotate by rotary embedding.

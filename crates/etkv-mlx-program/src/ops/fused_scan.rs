@@ -18,7 +18,7 @@ use super::norm::in_float32;
 use super::views::reshape_transpose;
 use super::{compiled, Result};
 use crate::error::fail;
-use crate::ir::{Expression, ScanNumbers, ScanRows};
+use crate::ir::{Expression, Node, ScanNumbers, ScanRows};
 
 /// A fused recurrence, with its operands.
 pub struct FusedScan<'a> {
@@ -54,9 +54,11 @@ impl FusedScan<'_> {
         let numbers = self.numbers.iter().zip(&inputs).map(|(numbers, of)| match numbers {
             ScanNumbers::Tensor => Ok(of[0].clone()),
             ScanNumbers::Function { expression, .. } => {
-                let made = match expression.nodes.len() {
+                let operations =
+                    expression.nodes.iter().filter(|node| !matches!(node, Node::Input(_)));
+                let made = match operations.count() {
                     // An operation of MLX's, which needs no other kernel.
-                    0..=2 => compiled::separately(expression, of),
+                    0..=1 => compiled::separately(expression, of),
                     _ => compiled::run(self.on_gpu, expression, of),
                 };
                 Ok(made?.transpose_axes(&[0, 2, 1])?)
@@ -66,6 +68,17 @@ impl FusedScan<'_> {
         let [q, k, v, g, beta @ ..] = &operands[..] else {
             fail!(Internal, "a scan with {} operands", operands.len());
         };
+        let fits = matches!(*k.shape(), [_, n, _, dim] if [n, dim] == [k_heads, k_dim])
+            && matches!(*v.shape(), [_, n, _, dim] if [n, dim] == [heads, v_dim]);
+        if !fits {
+            fail!(
+                Shape,
+                "expected keys and values of {}, got {:?} and {:?}",
+                self.config,
+                k.shape(),
+                v.shape()
+            );
+        }
         let inputs = ScanInputs { q, k, v, g, beta: beta.first() };
         scan(&inputs, self.scale, spec, self.out_dtype)
     }

@@ -29,7 +29,9 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
     let (x, weight) = (frame.tensor(layer.x)?, frame.tensor(layer.weight)?);
     let (positions, periods) = (frame.tensor(heads.offsets)?, frame.tensor(heads.periods)?);
     let norm = match layer.norm {
-        Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
+        Some(Norm { weight, eps, in_float32 }) => {
+            Some(RmsNorm { weight: tensor(weight)?, eps, in_float32 })
+        }
         None => None,
     };
     let rotation = Rotation { positions, periods, heads: heads.rotated };

@@ -73,7 +73,9 @@ pub fn run_block(
     let (x, weight, bias) = (frame.tensor(x)?, frame.tensor(weight)?, tensor(bias)?);
     let residual = tensor(block.residual)?;
     let norm = match block.norm {
-        Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
+        Some(Norm { weight, eps, in_float32 }) => {
+            Some(RmsNorm { weight: tensor(weight)?, eps, in_float32 })
+        }
         None => None,
     };
     let gate = block.gate.map(kernel_gate).transpose()?;
@@ -117,11 +119,9 @@ pub fn by_kernel(product: &Product) -> Result<KernelResult> {
         return Ok(KernelResult::Remaining(None));
     };
     let x = product.x;
-    let normalized = match norm.weight {
-        Some(weight) if weight.dtype() == Dtype::Float32 && x.dtype() != Dtype::Float32 => {
-            in_float32(x, Some(weight), None, norm.eps, x.dtype())?
-        }
-        weight => mlx_rs::fast::rms_norm(x, weight, norm.eps)?,
+    let normalized = match norm.in_float32 {
+        true => in_float32(x, norm.weight, None, norm.eps, x.dtype())?,
+        false => mlx_rs::fast::rms_norm(x, norm.weight, norm.eps)?,
     };
     // The kernel may have refused only because the rows are too long for its norm.
     let rest = Product { x: &normalized, norm: None, ..*product };

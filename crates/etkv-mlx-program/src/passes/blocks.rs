@@ -35,8 +35,8 @@ pub fn join(graph: &mut Graph) {
     graph.main.instructions = instructions.into_iter().flatten().collect();
 }
 
-/// Fuses norms in float32 with the products of the main chain that read them, if a norm has one reader and its rows have
-/// the dtype of its result. `dtypes` are those that are certain.
+/// Fuses norms in float32 with the products of the main chain that read them, if a norm has one reader, its rows have the
+/// dtype of its result, and its weight is float32. `dtypes` are those that are certain.
 pub fn join_norms(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     for index in 0..graph.main.instructions.len() {
@@ -55,7 +55,9 @@ pub fn join_norms(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
         else {
             continue;
         };
-        if dtype == Dtype::Float32 || dtypes.get(&x) != Some(&dtype) {
+        let is = |value: Value, dtype: Dtype| dtypes.get(&value) == Some(&dtype);
+        let is_wide = norm.weight.is_none_or(|weight| is(weight, Dtype::Float32));
+        if dtype == Dtype::Float32 || !is(x, dtype) || !is_wide {
             continue;
         }
         let (weight, bias, transposed, gate, residual) = parts;
@@ -135,7 +137,7 @@ impl Finder<'_> {
         let Some(&made) = self.makers.get(&x).filter(|_| alone) else { return };
         if let Some((&Op::RmsNorm { x, weight, eps }, _)) = self.op(made) {
             found.block.x = x;
-            found.block.norm = Some(Norm { weight, eps });
+            found.block.norm = Some(Norm { weight, eps, in_float32: false });
             found.replaced.push(made);
         }
     }
@@ -184,7 +186,7 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, Constant};
 
-    const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5 };
+    const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5, in_float32: false };
 
     /// Constants 0 and 1 are weights of 6 and 8 rows, and 2 is the weight of a norm. Values 3 and 4 are inputs. The
     /// result of the last operation in `ops` is the output.
@@ -247,39 +249,37 @@ mod tests {
 
     #[test]
     fn norms_in_float32_are_fused_too() {
-        let bf16 = Dtype::Bfloat16;
-        let in_float32 =
-            |scale, dtype| tensor(Op::NormInFloat32 { x: Value(3), norm: NORM, scale, dtype }, 10);
-        let joined = |ops| {
+        let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
+        let norm = Norm { in_float32: true, ..NORM };
+        let normalized =
+            |scale, dtype| tensor(Op::NormInFloat32 { x: Value(3), norm, scale, dtype }, 10);
+        let joined = |ops, weight| {
             let mut graph = graph(ops);
-            join_norms(&mut graph, &HashMap::from([(Value(3), bf16)]));
+            join_norms(&mut graph, &HashMap::from([(Value(3), bf16), (Value(2), weight)]));
             graph.main.instructions.into_iter().map(|made| made.op).collect::<Vec<_>>()
         };
-        let made = joined(vec![in_float32(None, bf16), linear(10, 0, 11)]);
-        let (x, weight) = (Value(3), Value(0));
+        let made = joined(vec![normalized(None, bf16), linear(10, 0, 11)], f32);
         let block = Op::LinearBlock {
-            x,
-            weight,
+            x: Value(3),
+            weight: Value(0),
             bias: None,
             transposed: false,
-            norm: Some(NORM),
+            norm: Some(norm),
             gate: None,
             residual: None,
         };
         assert_eq!(made, [block]);
-        // A factor, another dtype, and a second reader.
-        for ops in [
-            vec![in_float32(Some(Value(4)), bf16), linear(10, 0, 11)],
-            vec![in_float32(None, Dtype::Float32), linear(10, 0, 11)],
-            vec![in_float32(None, bf16), linear(10, 0, 11), add(10, 11, 12)],
+        // A factor, another dtype, a weight that would be rounded twice, and a second reader.
+        for (ops, weight) in [
+            (vec![normalized(Some(Value(4)), bf16), linear(10, 0, 11)], f32),
+            (vec![normalized(None, f32), linear(10, 0, 11)], f32),
+            (vec![normalized(None, bf16), linear(10, 0, 11)], bf16),
+            (vec![normalized(None, bf16), linear(10, 0, 11), add(10, 11, 12)], f32),
         ] {
             let n = ops.len();
-            let made = joined(ops);
-            assert!(
-                matches!(made[..], [Op::NormInFloat32 { .. }, Op::Linear { .. }, ..]),
-                "{made:?}"
-            );
-            assert_eq!(made.len(), n);
+            let made = joined(ops, weight);
+            let stays = matches!(made[..], [Op::NormInFloat32 { .. }, Op::Linear { .. }, ..]);
+            assert!(stays && made.len() == n, "{made:?}");
         }
     }
 

@@ -124,10 +124,12 @@ pub fn join_layers(graph: &mut Graph) {
 pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
-    blocks::join_norms(graph, &dtypes::with_constants(graph, constants));
-    elementwise::fuse(graph, &dtypes::with_constants(graph, constants));
+    // The passes below change no value's dtype. Of their instructions, the dtypes would be unknown.
+    let dtypes = dtypes::with_constants(graph, constants);
+    blocks::join_norms(graph, &dtypes);
+    elementwise::fuse(graph, &dtypes);
     if !cfg!(target_os = "macos") {
-        scans::fuse(graph, constants);
+        scans::fuse(graph, constants, &dtypes);
     }
     debug!(target: TARGET, before, after = graph.main.instructions.len(), "launches are fused");
 }

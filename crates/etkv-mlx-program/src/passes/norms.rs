@@ -67,7 +67,12 @@ impl Finder<'_> {
         if at == index && !converts {
             return None;
         }
-        let op = Op::NormInFloat32 { x: source, norm: Norm { weight, eps }, scale, dtype };
+        let op = Op::NormInFloat32 {
+            x: source,
+            norm: Norm { weight, eps, in_float32: true },
+            scale,
+            dtype,
+        };
         Some(NormMatch { at, op })
     }
 
@@ -164,7 +169,7 @@ mod tests {
     }
 
     fn whole(x: u32, weight: Option<u32>, scale: Option<u32>, dtype: Dtype, out: u32) -> (Op, u32) {
-        let norm = Norm { weight: weight.map(Value), eps: 1e-6 };
+        let norm = Norm { weight: weight.map(Value), eps: 1e-6, in_float32: true };
         (Op::NormInFloat32 { x: Value(x), norm, scale: scale.map(Value), dtype }, out)
     }
 

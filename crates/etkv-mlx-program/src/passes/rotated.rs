@@ -1,6 +1,6 @@
 //! Fuses rotary embedding into the product of queries, keys and values.
 //!
-//! On a GPU, the kernel of a product of 2 to 16 rows in half precision also rotates the outputs, which saves one
+//! On a GPU, the kernel of a product of 1 to 16 rows in half precision also rotates the outputs, which saves one
 //! launch per layer.
 
 use std::collections::HashMap;

@@ -10,7 +10,7 @@ use etkv_core::RecurrentLayer;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
-use super::{dead, dtypes, maker, makers, only_readers};
+use super::{dead, maker, makers, only_readers};
 use crate::dtype::is_float;
 use crate::ir::{
     Expression, Graph, Int, Node, Norm, Op, RecurrentCall, RecurrentFunction, ScanNumbers,
@@ -18,12 +18,13 @@ use crate::ir::{
 };
 use crate::ops::cuda_text::{supports_binary, supports_unary};
 
-/// Fuses the recurrences of the main chain that have one decay per head. `constants` are the loaded constants.
-pub fn fuse(graph: &mut Graph, constants: &[Option<Array>]) {
+/// Fuses the recurrences of the main chain that have one decay per head. `constants` are the loaded constants, and
+/// `dtypes` those that are certain.
+pub fn fuse(graph: &mut Graph, constants: &[Option<Array>], dtypes: &HashMap<Value, Dtype>) {
     let finder = Finder {
         graph,
         constants,
-        dtypes: dtypes::with_constants(graph, constants),
+        dtypes,
         makers: makers(graph),
         readers: only_readers(graph),
         pieces: pieces(graph),
@@ -45,11 +46,11 @@ struct Piece {
     stop: i32,
 }
 
-/// Returns the pieces of tensors along the last of three axes, if their columns are certain.
+/// Returns the pieces of tensors along their last axis, if their columns are certain.
 fn pieces(graph: &Graph) -> HashMap<Value, Piece> {
     let mut pieces = HashMap::new();
     for made in &graph.main.instructions {
-        let Op::Split { x, axis: -1 | 2, at, sizes } = &made.op else {
+        let Op::Split { x, axis: -1, at, sizes } = &made.op else {
             continue;
         };
         let stops = at.iter().copied().chain((sizes.start() == sizes.end()).then(|| *sizes.end()));
@@ -63,7 +64,7 @@ fn pieces(graph: &Graph) -> HashMap<Value, Piece> {
 struct Finder<'a> {
     graph: &'a Graph,
     constants: &'a [Option<Array>],
-    dtypes: HashMap<Value, Dtype>,
+    dtypes: &'a HashMap<Value, Dtype>,
     makers: HashMap<Value, usize>,
     readers: HashMap<Value, usize>,
     pieces: HashMap<Value, Piece>,
@@ -90,7 +91,12 @@ impl Finder<'_> {
             Some((x, rows)) => (x, rows),
             None => (value, ScanRows::Tensor),
         };
-        let operands = [of(q, k_heads, k_dim), of(k, k_heads, k_dim), of(v, heads, v_dim)];
+        // The kernel does not normalize values.
+        let values = match of(v, heads, v_dim) {
+            (_, ScanRows::Columns { norm: Some(_), .. }) => (v, ScanRows::Tensor),
+            values => values,
+        };
+        let operands = [of(q, k_heads, k_dim), of(k, k_heads, k_dim), values];
         let mut tensors: SmallVec<[Value; 5]> = operands.iter().map(|(x, _)| *x).collect();
         let mut numbers = Vec::new();
         for &value in gates {
@@ -122,7 +128,7 @@ impl Finder<'_> {
                 let (x, norm) = match self.maker(*x)? {
                     &Op::NormInFloat32 {
                         x: normalized,
-                        norm: Norm { weight: None, eps },
+                        norm: Norm { weight: None, eps, .. },
                         scale,
                         dtype: Dtype::Float32,
                     } if self.readers.contains_key(x) => {
@@ -194,6 +200,7 @@ fn heads_of(x: Value, shape: &[Int], [heads, dim]: [i32; 2]) -> Option<Value> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::dtypes;
     use super::*;
     use crate::ir::{Chain, Constant, Instruction, Out, Unary};
 
@@ -214,7 +221,7 @@ mod tests {
     }
 
     fn norm(x: u32, scale: Option<u32>, out: u32) -> (Op, Out) {
-        let norm = Norm { weight: None, eps: 0.5 };
+        let norm = Norm { weight: None, eps: 0.5, in_float32: true };
         let (x, scale, dtype) = (Value(x), scale.map(Value), Dtype::Float32);
         (Op::NormInFloat32 { x, norm, scale, dtype }, Out::Tensor(Value(out)))
     }
@@ -252,7 +259,9 @@ mod tests {
             n_values: 60,
             ..Graph::default()
         };
-        fuse(&mut graph, &[Some(Array::from_f32(0.25))]);
+        let constants = [Some(Array::from_f32(0.25))];
+        let dtypes = dtypes::with_constants(&graph, &constants);
+        fuse(&mut graph, &constants, &dtypes);
         match graph.main.instructions.pop().map(|made| made.op) {
             Some(Op::UpdateRecurrent(call)) => {
                 (call.tensors.iter().map(|value| value.0).collect(), call.function)
@@ -289,6 +298,18 @@ mod tests {
         let expression = Arc::new(Expression { nodes });
         let numbers = vec![ScanNumbers::Tensor, ScanNumbers::Function { expression, n_inputs: 1 }];
         assert_eq!(function, RecurrentFunction::FusedScan { scale: 1.0, rows, numbers });
+    }
+
+    #[test]
+    fn values_are_not_normalized_by_the_kernel() {
+        let before = vec![
+            split(10, &[6], 20, 11),
+            reshape(11, 2, 3, 20),
+            norm(20, None, 21),
+            transpose(21, &[0, 2, 1, 3], 22),
+        ];
+        let found = fused(before, [31, 32, 22, 33, 34]);
+        assert_eq!(found, (vec![31, 32, 22, 33, 34], RecurrentFunction::Scan { scale: 1.0 }));
     }
 
     #[test]

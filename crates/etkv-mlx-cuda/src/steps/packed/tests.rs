@@ -172,7 +172,7 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
     assert_eq!(*embed, Part::Embed { table: packed(TABLE), scale: None, out: 0 });
     let dtype = Some(Dtype::Bfloat16);
     assert_eq!(*attend, Part::Attend { layer: 0, q: 1, scale: 0.25, dtype, out: 2 });
-    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
+    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6, in_float32: false });
     let is = |part: &Part, expected: Product| match part {
         Part::Product(product) => assert_eq!(*product, expected),
         other => panic!("{other:?}"),

@@ -17,7 +17,7 @@ const INT64: i8 = 4;
 
 /// A decoder of one layer: 4 + 2 + 2 heads of 16.
 fn decoder() -> Graph {
-    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
+    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6, in_float32: false });
     let heads = Heads {
         tokens: Int::Value(IntValue(0)),
         head_dim: 16,
@@ -222,7 +222,7 @@ fn what_is_not_known_is_left_to_the_interpreter() {
 fn separate_heads(replaced: Vec<(Op, Out)>) -> Graph {
     let mut graph = decoder();
     let (bias, transposed) = (None, true);
-    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
+    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6, in_float32: false });
     let (x, gate, residual) = (Value(9), None, None);
     let block = Op::LinearBlock { x, weight: HEADS, bias, transposed, norm, gate, residual };
     let made = std::iter::once((block, Out::Tensor(Value(20)))).chain(replaced);

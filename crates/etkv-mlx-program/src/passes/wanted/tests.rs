@@ -6,7 +6,7 @@ use crate::ir::{Affine, Binary, Norm, Unary};
 use mlx_rs::Dtype;
 
 fn block(x: u32, residual: Option<Value>) -> Op {
-    let norm = Some(Norm { weight: None, eps: 1e-5 });
+    let norm = Some(Norm { weight: None, eps: 1e-5, in_float32: false });
     let x = Value(x);
     Op::LinearBlock { x, weight: WEIGHT, bias: None, transposed: false, norm, gate: None, residual }
 }
