@@ -166,17 +166,17 @@ def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
 
 def export(requests: Sequence[ExportRequest]) -> None:
     """Run the ``requests`` whose programs are missing or stale, two at a time."""
-    if not all(map(_is_usable, requests)):
-        with alone():
-            # Another process may have exported some of them while this process waited for the lock.
-            list(_exporters().map(_export, [request for request in requests if not _is_usable(request)]))
+    missing = [request for request in requests if not _is_usable(request)]
+    if missing:
+        list(_exporters().map(_export, missing))
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Hold the lock on ``build/models/``, because other test processes write the same files."""
-    MODELS.mkdir(parents=True, exist_ok=True)
-    with (MODELS / ".lock").open("w") as file:
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, because other test processes write the same files."""
+    locks = MODELS / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / str(folder.absolute()).replace("/", "%")).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -218,7 +218,7 @@ def tiny_source(name: str) -> Path:
     folder = MODELS / name
     stamp = folder / "made-by.txt"
     made_by = hashlib.sha256(Path(tiny_models.__file__).read_bytes()).hexdigest()
-    with alone():
+    with alone(folder):
         if not stamp.is_file() or stamp.read_text() != made_by:
             tiny_models.write(name, folder)
             stamp.write_text(made_by)
@@ -243,8 +243,10 @@ def speed_up_exports() -> None:
 def _export(request: ExportRequest) -> None:
     speed_up_exports()
     request.output.parent.mkdir(parents=True, exist_ok=True)
-    with third_party_noise(allowed=False):
-        export_program(request)
+    with alone(request.output), third_party_noise(allowed=False):
+        # Another process may have exported it while this process waited for the lock.
+        if not _is_usable(request):
+            export_program(request)
 
 
 def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheConfig:

@@ -78,7 +78,7 @@ def request_with_longer_context(name: str, **options: object) -> ExportRequest:
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
     file = hf / "config.json"
-    with reference.alone():
+    with reference.alone(hf):
         if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
             shutil.copytree(short.hf, hf, dirs_exist_ok=True)
             file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))

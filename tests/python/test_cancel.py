@@ -197,7 +197,7 @@ def test_a_prompt_ends_after_another_change_of_the_cache(loaded, steps, change):
 
 
 _CLOSED = """
-import sys, threading
+import sys, threading, time
 import etkv
 backend = etkv.read_kv_cache_metadata(sys.argv[1]).backend
 for delay in range(4):
@@ -216,7 +216,7 @@ for delay in range(4):
     thread = threading.Thread(target=iterate)
     thread.start()
     while len(answer.token_ids) < 3 + 10 * delay:
-        pass
+        time.sleep(0.001)
     program.close()
     thread.join()
     session.close()

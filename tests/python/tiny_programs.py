@@ -82,7 +82,7 @@ class TinyProgram:
         sources = [Path(str(module.__file__)).read_bytes() for module in self.made_by]
         made_by = hashlib.sha256(b"".join([text, Path(__file__).read_bytes(), *sources])).hexdigest()
         stamp = self.folder / "made-by.txt"
-        with reference.alone():
+        with reference.alone(self.folder):
             if not stamp.is_file() or stamp.read_text() != made_by:
                 self.transformers.save_pretrained(self.folder)
                 tiny_models.tokenizer().save_pretrained(self.folder)

@@ -124,7 +124,7 @@ HUB_DRAFT = "etkv/tiny-dflash-draft"
 def export(exports: Iterable[Export]) -> dict[Export, str | None]:
     """Export missing or stale programs, two at a time. Return the error of each export, None if it succeeded."""
     wanted = list(exports)
-    with reference.alone():
+    with reference.alone(FOLDER):
         for each in wanted:
             model(each.model)
         model("tiny-dflash-draft")
