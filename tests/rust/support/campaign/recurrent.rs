@@ -99,6 +99,8 @@ struct Run<B: Backend, K> {
     /// Whether the model has every checkpoint: none was dropped to make room, and no window slides.
     exact: bool,
     aborts: bool,
+    /// The first output that does not have the bits of its text alone.
+    difference: Option<String>,
     kernels: PhantomData<K>,
 }
 
@@ -171,6 +173,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             fresh: 1,
             exact,
             aborts: true,
+            difference: None,
             kernels: PhantomData,
         }
     }
@@ -356,7 +359,8 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                     K::planned(id, layer, &tokens, spec, &mut outputs)
                 })
                 .unwrap();
-            assert_alone::<B, K>(id, layer, paths, &outputs);
+            let found = difference::<B, K>(id, layer, paths, &outputs);
+            self.difference = self.difference.take().or(found);
         }
         let left = stop.unwrap_or(n).saturating_sub(recurrent.len());
         for (id, layer) in layers.iter().enumerate().take(left) {
@@ -727,30 +731,32 @@ fn load(
     cache.restore_from(&read, rows)
 }
 
-/// Checks that outputs have the bits of texts that run alone.
-fn assert_alone<B: Backend, K: Kernels<B>>(
+/// Returns the last output that does not have the bits of its text alone.
+fn difference<B: Backend, K: Kernels<B>>(
     id: usize,
     layer: RecurrentLayer,
     paths: &[Vec<Token>],
     outputs: &Rows,
-) {
+) -> Option<String> {
     assert_eq!(outputs.len(), paths.len());
     // The outputs of a text are also those of its prefixes, so only the longest texts run.
     let mut runs: Vec<(&[Token], Rows)> = Vec::new();
+    let bits = |row: &Row| -> Vec<u32> { row.iter().flatten().map(|x| x.to_bits()).collect() };
     for (at, path) in paths.iter().enumerate().rev() {
         let known = runs.iter().position(|(text, _)| text.starts_with(path));
         let known = known.unwrap_or_else(|| {
             runs.push((path, K::alone(id, layer, path)));
             runs.len() - 1
         });
-        let bits = |row: &Row| -> Vec<u32> { row.iter().flatten().map(|x| x.to_bits()).collect() };
-        assert_eq!(
-            bits(&outputs[at]),
-            bits(&runs[known].1[path.len() - 1]),
-            "layer {id}, token {at} at position {}",
-            path.len() - 1
-        );
+        let (found, alone) = (&outputs[at], &runs[known].1[path.len() - 1]);
+        if bits(found) != bits(alone) {
+            let position = path.len() - 1;
+            return Some(format!(
+                "layer {id}, token {at} at position {position}: {found:?}, not {alone:?}"
+            ));
+        }
     }
+    None
 }
 
 pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
@@ -759,27 +765,35 @@ pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
 
 /// Runs generated operations of this many seeds, with the layers computed by `K`.
 pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
-    for_seeds(seeds, |seed| {
-        B::run(|| {
-            let mut run = Run::<B, K>::new(seed);
-            for _ in 0..40 {
-                match run.rng.below(20) {
-                    0 | 1 => run.save_and_load(),
-                    2 => run.freeze_and_attach(),
-                    3..=5 => run.cut_or_fork(),
-                    6..=8 => run.tree(),
-                    9 | 10 => run.mark_or_ask(),
-                    11 if run.rng.chance(0.2) => {
-                        run.cache.clear(run.rng.chance(0.5)).unwrap();
-                        run.texts.clear();
-                    }
-                    12 if !run.single() => run.cache.sequences_mut().unwrap().compact().unwrap(),
-                    _ => run.step(),
+    for_seeds(seeds, |seed| assert_eq!(first_difference::<B, K>(seed), None));
+}
+
+/// Runs generated operations of a seed, with the layers computed by `K`, until an output does not have the bits of its
+/// text alone. Returns that output, if there is one.
+pub fn first_difference<B: Backend, K: Kernels<B>>(seed: u64) -> Option<String> {
+    B::run(|| {
+        let mut run = Run::<B, K>::new(seed);
+        for _ in 0..40 {
+            match run.rng.below(20) {
+                0 | 1 => run.save_and_load(),
+                2 => run.freeze_and_attach(),
+                3..=5 => run.cut_or_fork(),
+                6..=8 => run.tree(),
+                9 | 10 => run.mark_or_ask(),
+                11 if run.rng.chance(0.2) => {
+                    run.cache.clear(run.rng.chance(0.5)).unwrap();
+                    run.texts.clear();
                 }
-                run.check();
+                12 if !run.single() => run.cache.sequences_mut().unwrap().compact().unwrap(),
+                _ => run.step(),
             }
-        });
-    });
+            run.check();
+            if run.difference.is_some() {
+                break;
+            }
+        }
+        run.difference
+    })
 }
 
 /// A mark that was set before the first step of a text applies to that text, even if the step replaces another text.
@@ -797,6 +811,7 @@ pub fn marks_hold_for_the_text_that_begins_next<B: Backend>() {
         assert_eq!(run.cache.mark(BLOCK + 10).unwrap(), BLOCK);
         read(&mut run, 2000, BLOCK + 20);
         assert_eq!(run.cache.checkpoints().unwrap(), [BLOCK]);
+        assert_eq!(run.difference, None);
     });
 }
 
@@ -824,7 +839,9 @@ pub fn memory_of_recurrent_layers_matches_estimates<B: Backend>() {
                 let paths: Vec<Vec<Token>> =
                     (start as usize..text.len()).map(|end| text[..=end].to_vec()).collect();
                 let positions: Vec<i32> = (start..text.len() as i32).collect();
-                if !run.forward(&paths, &positions) {
+                let committed = run.forward(&paths, &positions);
+                assert_eq!(run.difference, None);
+                if !committed {
                     text.truncate(start as usize);
                     continue;
                 }
