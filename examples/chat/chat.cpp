@@ -1,5 +1,6 @@
 #include "examples/chat/chat.hpp"
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -48,6 +49,8 @@ Result<Answer> Chat::ask(const std::string& said) {
     return prompt.error();
   }
 
+  // A stored text replaces the text in the cache.
+  const size_t matched = generator_.matched(*prompt);
   if (stored_ != nullptr) {
     // If this fails, the model reads the prompt itself.
     if (auto loaded = stored_->load(*cache_.of_session(), generator_, *prompt);
@@ -77,7 +80,7 @@ Result<Answer> Chat::ask(const std::string& said) {
     write(piece.value());
     return {};
   };
-  const auto answer = generator_.answer(*prompt, options_.max_tokens, listener);
+  auto answer = generator_.answer(*prompt, options_.max_tokens, listener);
   progress.reset();
   if (const auto rest = detokenizer.finalize(); answer.ok() && rest.ok()) {
     write(rest.value());
@@ -89,7 +92,8 @@ Result<Answer> Chat::ask(const std::string& said) {
     return answer.error();
   }
 
-  const Answer& made = answer.value();
+  Answer& made = answer.value();
+  made.matched_tokens = std::max(made.matched_tokens, matched);
   if (!made.ids.empty()) {
     conversation_.add(
         said, std::move(*prompt), made.ids, text, made.reused_tokens);

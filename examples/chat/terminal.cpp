@@ -17,6 +17,19 @@ bool watched(FILE* stream) {
   return isatty(fileno(stream)) != 0;
 }
 
+/// Returns the counts of etkv.Reuse in Python, with its reason; an empty text
+/// if nothing matched.
+std::string describe_reuse(const Answer& answer) {
+  const auto cached = std::to_string(answer.reused_tokens);
+  if (answer.matched_tokens > answer.reused_tokens) {
+    return ", " + std::to_string(answer.matched_tokens) + " matched, " +
+           cached + " cached, " +
+           std::to_string(answer.matched_tokens - answer.reused_tokens) +
+           " run again: the cache could only be rewound to length " + cached;
+  }
+  return answer.reused_tokens > 0 ? ", " + cached + " cached" : "";
+}
+
 } // namespace
 
 std::optional<std::string> read_line() {
@@ -81,9 +94,7 @@ std::string describe(const Answer& answer) {
       rate(
           static_cast<int64_t>(answer.prefill_tokens), answer.prefill_seconds) +
       ")";
-  if (answer.reused_tokens > 0) {
-    text += ", " + std::to_string(answer.reused_tokens) + " cached";
-  }
+  text += describe_reuse(answer);
   if (answer.decode_tokens > 0 && answer.decode_seconds > 0.0) {
     text +=
         " · decode " +

@@ -94,15 +94,13 @@ Result<Answer> Generator::answer(
       !checked.ok()) {
     return checked.error();
   }
-  // The last token runs even if the cache holds it, because its logits were not
-  // kept.
-  const size_t shared =
-      std::min(shared_prefix(prompt, held_), prompt.size() - 1);
+  const size_t shared = matched(prompt);
   ASSIGN_OR_RETURN(const size_t kept, rewind(shared));
   RETURN_IF_ERROR(cache_.mark_turn(static_cast<int32_t>(prompt.size())));
 
   Answer answer;
   answer.reused_tokens = kept;
+  answer.matched_tokens = shared;
   const bool on_device = stepper_ == nullptr &&
                          cache_.of_session() != nullptr &&
                          program_.params().backend_id == kMLXBackend;
@@ -280,6 +278,12 @@ Result<void> Generator::decode(
   }
   answer.decode_seconds = watch.lap();
   return {};
+}
+
+size_t Generator::matched(const std::vector<int64_t>& prompt) const {
+  return prompt.empty()
+             ? 0
+             : std::min(shared_prefix(prompt, held_), prompt.size() - 1);
 }
 
 Result<size_t> Generator::rewind(size_t length) {

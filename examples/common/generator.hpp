@@ -31,8 +31,13 @@ struct Answer {
   /// The ids that the model chose, including the eos token id.
   std::vector<int64_t> ids;
   FinishReason stop = FinishReason::length;
-  /// The number of tokens of the prompt that the cache already held.
+  /// The number of tokens of the prompt from which the answer continued: they
+  /// did not run.
   size_t reused_tokens = 0;
+  /// The number of tokens that the prompt has in common with the text in the
+  /// cache, at least `reused_tokens`. The tokens after `reused_tokens` matched
+  /// and ran again, because the cache could not be rewound to all positions.
+  size_t matched_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
   /// The numbers of tokens after the first, and of the steps that computed
@@ -127,14 +132,18 @@ class Generator {
   ///
   /// After an error or an interruption before the answer's first token, the
   /// cache is rewound to the ids that the prompt shares with the previous text,
-  /// or to 0 if it cannot be rewound that far.
+  /// or farther if it cannot be rewound to their end.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Removes the positions at or after `length`, or all positions if the cache
-  /// cannot be rewound that far. Returns the remaining length.
+  /// Returns how many tokens of `prompt` the cache holds, without the last
+  /// token: it always runs, because its logits were not kept.
+  size_t matched(const std::vector<int64_t>& prompt) const;
+
+  /// Removes the positions at or after `length`, and earlier positions if the
+  /// cache cannot be rewound to `length`. Returns the remaining length.
   Result<size_t> rewind(size_t length);
 
   /// Records that the cache now holds the keys and values of these ids.

@@ -60,6 +60,7 @@ void windows() {
   CHECK_INT(generator.held().size(), 9 + kLong - 1);
   const auto again = must(generator.answer(second, kLong, Listener()));
   CHECK_INT(again.reused_tokens, 0);
+  CHECK_INT(again.matched_tokens, 5);
   CHECK_INT(again.prefill_tokens, second.size());
   CHECK(again.ids == wanted.ids);
   CHECK(again.ids != before.ids);
@@ -81,6 +82,7 @@ void without_windows() {
   CHECK_INT(*target.cache().length(), 20);
   const auto more = must(generator.answer(text(12, 3), 4, Listener()));
   CHECK_INT(more.reused_tokens, 9);
+  CHECK_INT(more.matched_tokens, 9);
 }
 
 /// A stepper that fails after the first id, when the cache can no longer be
