@@ -205,9 +205,11 @@ ETKV_API etkv_status etkv_cache_mark(
     etkv_error** error);
 
 /**
- * Marks where the prompt of a chat turn will end. Call it before the prompt
- * runs: the next request of the chat can then continue from there, whatever the
- * answer was. Does nothing for a model without recurrent layers.
+ * Marks where the prompt of a chat turn begins, at the current length, and where
+ * it will end. Call it before the prompt runs: later requests of the chat can
+ * then continue from there, whatever the answer was, and if they change the
+ * first message of this prompt. Does nothing for a model without recurrent
+ * layers.
  *
  * @param end  the length of the sequence after the prompt.
  *

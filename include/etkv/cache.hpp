@@ -132,7 +132,7 @@ class Cache {
       return etkv_cache_mark(raw(), position, marked, error);
     });
   }
-  /// Marks where the prompt of a turn will end; see etkv_cache_mark_turn.
+  /// Marks the prompt of a turn before it runs; see etkv_cache_mark_turn.
   Result<void> mark_turn(int32_t end) {
     return detail::run([&](etkv_error** error) {
       return etkv_cache_mark_turn(raw(), end, error);

@@ -186,10 +186,11 @@ class Cache:
         return ask("etkv_cache_mark", "int32_t", self._raw(), int32(position, "position"))
 
     def mark_turn(self, end: int) -> None:
-        """Mark the end of a turn's prompt, before the prompt runs.
+        """Mark the begin and the end of a turn's prompt, before the prompt runs.
 
-        The next request of the chat can then continue from there, even if it changes the answer. ``end`` is the length
-        of the sequence after the prompt. Does nothing for a model without recurrent layers.
+        Later requests of the chat can then continue from there, even if they change the answer or the first message of
+        the prompt. ``end`` is the length of the sequence after the prompt. Does nothing for a model without recurrent
+        layers.
         """
         call("etkv_cache_mark_turn", self._raw(), int32(end, "end"))
 

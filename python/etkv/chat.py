@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Chat:
         kept = self._attach(ids)
         shared = len(self._held)
         self.reuse = Reuse(max(matched, kept), shared, len(ids) - shared)
-        self._mark_system(ids)
+        self._mark_messages(ids)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
         keeper = self._keeper
@@ -159,18 +160,22 @@ class Chat:
         self._answers = kept
         return ids_of
 
-    def _mark_system(self, ids: list[int]) -> None:
-        """Mark the end of the system message in the first turn, so that other chats with this message continue
-        there.
+    def _mark_messages(self, ids: list[int]) -> None:
+        """Mark where each message after the last answer begins: a later request may change it, and other chats may
+        have the messages before it, such as the system message.
         """
-        first = self.messages[0]
-        if len(self.messages) != 2 or first["role"] != "system" or isinstance(self._cache, GraphCache):
+        if isinstance(self._cache, GraphCache) or self._cache.n_recurrent_layers == 0:
             return
-        # Templates may refuse a system message alone. So find its tokens as the common prefix of two conversations.
-        others = ([first, {"role": "user", "content": text}] for text in ("a", "1"))
-        system = min(_n_shared(ids, self._tokenizer.conversation_ids(other, {})) for other in others)
-        if self._cache.n_recurrent_layers > 0 and system > len(self._held):
-            self._cache.mark(system)
+        answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        own = self._unchanged_answers()
+        for number in range(max([*answers, 0]) + 1, len(self.messages)):
+            # Templates may refuse the messages before it alone. So find it as the common prefix of two conversations.
+            before, message = self.messages[:number], self.messages[number]
+            others = ([*before, {**message, "content": text}] for text in ("a", "1"))
+            with contextlib.suppress(EtkvError):
+                begin = min(_n_shared(ids, self._tokenizer.conversation_ids(other, own)) for other in others)
+                if begin > len(self._held):
+                    self._cache.mark(begin)
 
     def _attach(self, ids: list[int]) -> int:
         """Attach the cache to the longest kept prefix of ``ids``, if it is longer than the prefix in the cache. Return

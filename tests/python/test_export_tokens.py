@@ -55,6 +55,7 @@ def _value_mask(x):
 
 READ_OTHERS = {
     "shift": _shift,
+    "shift by two": lambda x: x + 0.01 * torch.nn.functional.pad(x, (0, 0, 2, 0))[:, : x.shape[1]],
     "convolution": _convolution,
     "attention": _attention,
     "mask of values": _value_mask,

@@ -5,9 +5,9 @@ only these ops may read other tokens or keep a state. Any other part, such as a 
 sum over tokens, would be right within a step and wrong across steps.
 
 To check this, the traced graph runs on three tokens, with the ops of the cache replaced by functions of one token. The
-outputs of a token must not change when another token changes, when another token is NaN, and when the token is alone in
-its step. Changing a token finds dependence through comparisons and choices. NaN finds dependence that rounding hides,
-such as an attention weight near zero.
+outputs of a token must not change when the first or the middle token changes, when the middle token is NaN, and when
+the token is alone in its step. Changing a token finds dependence through comparisons and choices. NaN finds dependence
+that rounding hides, such as an attention weight near zero.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
-_CHANGED = 1
-"""The index of the token, of three, that is changed or NaN."""
+_MIDDLE = 1
+"""The index of the token, of three, that is changed, NaN or alone: it has neighbours on both sides."""
 
 _TOLERANCE = 1e-4
 """The maximum difference of a result, as a fraction of its spread. Other rows may change the rounding in float32."""
@@ -60,13 +60,21 @@ def check(
     graph = traced.module(check_guards=False)
     length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
     ends = next(reversed(graph.graph.nodes)).all_input_nodes
-    # The middle token has neighbours on both sides. A program of the last row returns only the last token.
-    alone = _CHANGED if all(length in _sizes(end) for end in ends) else 2
+    # A program of the last row returns only the last token.
+    alone = _MIDDLE if all(length in _sizes(end) for end in ends) else 2
     # Positions may be neither adjacent nor in order, like those of a tree.
     inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
     others, places = "reads other tokens", "reads the index of a token in its step, or the number of tokens"
     one = {name: _row(given, alone) for name, given in inputs.items()}
-    whole, *variants = (_Run(inputs), _Run(_changed(inputs)), _Run(inputs, poisoned=True), _Run(one))
+    whole, *variants = (
+        _Run(inputs),
+        _Run(_changed(inputs, _MIDDLE)),
+        # The last token may read only the first.
+        _Run(_changed(inputs, 0)),
+        _Run(inputs, poisoned=True),
+        _Run(one),
+    )
+    left = [[0, 2], [1, 2], [0, 2], [alone]]
     try:
         _Runs(graph, [whole, *variants], length, used).compute()
     except IndexError as error:
@@ -81,8 +89,8 @@ def check(
             "its outputs are NaN, although its weights are finite, so it cannot be checked whether a token reads "
             "others; correct its config.json"
         )
-    for run, what, rows in zip(variants, (others, others, places), (None, None, alone), strict=True):
-        pair = _Pair(whole.values, run.values, length, rows, poisoned=run.poisoned)
+    for run, what, rows in zip(variants, (others, others, others, places), left, strict=True):
+        pair = _Pair(whole.values, run.values, length, rows, alone=run is variants[-1], poisoned=run.poisoned)
         if any(pair.differs(end) for end in ends):
             raise EtkvError(
                 f"model family {family!r} cannot be exported: {pair.origin(ends)} {what}, outside of the ops of the "
@@ -95,11 +103,11 @@ def _row(given: torch.Tensor, token: int) -> torch.Tensor:
     return given.narrow(min(1, given.dim() - 1), token, 1)
 
 
-def _changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``inputs`` with one token changed."""
+def _changed(inputs: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tensor]:
+    """Return ``inputs`` with ``token`` changed."""
     changed = {name: given.clone() for name, given in inputs.items()}
     for given in changed.values():
-        row = _row(given, _CHANGED)
+        row = _row(given, token)
         row.copy_(-row if given.is_floating_point() else row // 2)
     return changed
 
@@ -185,7 +193,7 @@ class _Runs:
         if not run.poisoned or not _is_float(made) or any(map(_is_float, sources)):
             return made
         axis = _token_axis(node, self._length)
-        return made if axis is None else made.index_fill(axis, torch.tensor([_CHANGED]), torch.nan)
+        return made if axis is None else made.index_fill(axis, torch.tensor([_MIDDLE]), torch.nan)
 
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":
@@ -307,24 +315,31 @@ def _token_axis(node: Node, length: str) -> int | None:
 
 class _Pair:
     """The results of two runs. The first has all tokens unchanged. In the second, a token is changed or poisoned, or
-    only token ``alone`` runs.
+    ``alone``. The results of the tokens ``rows`` must be equal.
     """
 
     def __init__(
-        self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None, *, poisoned: bool
+        self,
+        first: dict[Node, Any],
+        second: dict[Node, Any],
+        length: str,
+        rows: list[int],
+        *,
+        alone: bool,
+        poisoned: bool,
     ) -> None:
-        self._first, self._second, self._length, self._alone, self._poisoned = first, second, length, alone, poisoned
+        self._first, self._second, self._length, self._poisoned = first, second, length, poisoned
+        self._rows, self._alone = torch.tensor(rows), alone
 
     def differs(self, node: Node) -> bool:
         """Return whether ``node`` has rows that must be equal but differ; False if this is unknown."""
         if not self._is_known(node):
             return False
-        first, second, alone = self._first[node], self._second[node], self._alone
+        first, second = self._first[node], self._second[node]
         axis = _token_axis(node, self._length)
         if axis is not None:
-            kept = torch.tensor([row for row in range(3) if row != _CHANGED] if alone is None else [alone])
-            first = first.index_select(axis, kept)
-            second = second.index_select(axis, kept) if alone is None else second
+            first = first.index_select(axis, self._rows)
+            second = second if self._alone else second.index_select(axis, self._rows)
         if not first.is_floating_point():
             return not self._poisoned and not torch.equal(first, second)
         if self._poisoned:

@@ -31,10 +31,13 @@ use crate::store::{RecurrentWork, Spec, Store};
 /// start of an answer in one way and the finished answer in another.
 const TURN_MARGIN: i32 = 16;
 
-/// Calls `mark` for the end of a prompt and a position a little before it.
-fn mark_end(end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
-    for position in [end - TURN_MARGIN, end] {
-        unless_passed(mark(position.max(0)))?;
+/// Calls `mark` for the begin and the end of a prompt, and for a position a little before its end. A later request may
+/// change the first message of the prompt, so that it diverges at the begin.
+fn mark_prompt(begin: i32, end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
+    for position in [begin, end - TURN_MARGIN, end] {
+        if position > 0 {
+            unless_passed(mark(position))?;
+        }
     }
     Ok(())
 }
@@ -179,9 +182,9 @@ pub trait Cache: Send {
         fail!(Unsupported, "a cache of kind `{}` cannot create checkpoints", self.kind())
     }
 
-    /// Marks the end of a turn's prompt, before the prompt runs. The next request of the chat can then continue
-    /// there, whatever the answer was. Does nothing for a model without recurrent layers, or for a position that can
-    /// no longer be marked.
+    /// Marks the begin and the end of a turn's prompt, before the prompt runs. Later requests of the chat can then
+    /// continue there, whatever the answer was. Does nothing for a model without recurrent layers, or for a position
+    /// that can no longer be marked.
     ///
     /// # Errors
     /// Errors of [`mark`](Self::mark), except [`Position`](crate::Status::Position).
@@ -189,7 +192,7 @@ pub trait Cache: Send {
         if self.config().recurrent_layers.is_empty() {
             return Ok(());
         }
-        mark_end(end, &mut |position| self.mark(position))
+        mark_prompt(self.length(), end, &mut |position| self.mark(position))
     }
 
     /// Returns the bytes of the buffers.
@@ -386,7 +389,7 @@ pub trait SeqCache: Cache {
     /// Errors of [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// Marks the end of a turn's prompt in one of several sequences; see [`Cache::mark_turn`].
+    /// Marks the begin and the end of a turn's prompt in one of several sequences; see [`Cache::mark_turn`].
     ///
     /// # Errors
     /// Errors of [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
@@ -395,7 +398,8 @@ pub trait SeqCache: Cache {
         if self.config().recurrent_layers.is_empty() {
             return Ok(());
         }
-        mark_end(end, &mut |position| self.seq_mark(sequence, position))
+        let begin = self.seq_next(sequence)?;
+        mark_prompt(begin, end, &mut |position| self.seq_mark(sequence, position))
     }
 
     /// Returns the sequences that have positions or trees, in order.
