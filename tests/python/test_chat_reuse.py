@@ -17,6 +17,8 @@ from test_recurrent_programs import _model
 
 CASES = ["qwen3.5-cpu", "lfm3-window-mlx", *(["lfm2-cpu", "lfm3-window-cpu"] if EVERYTHING else [])]
 
+pytestmark = pytest.mark.long
+
 SHORTENS = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'][:5] if message['role'] == 'assistant' else message['content'] }}<|im_end|>
