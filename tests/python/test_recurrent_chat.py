@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,6 +16,8 @@ WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
 
 CASES = ["qwen3.5-cpu", "lfm3-window-mlx", *(["lfm2-cpu", "lfm3-window-cpu"] if EVERYTHING else [])]
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -55,6 +58,24 @@ def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
                 assert reuse.restored == held
 
 
+def test_messages_change_after_long_answers(model, tokenizer):
+    """Conversations of long answers and tool results, of which the first words of a message change."""
+    rng = random.Random(5)
+    with model.session(capacity=8192) as session, model.load(session) as program:
+        chat = etkv.Chat(program, tokenizer)
+        for turn in range(8):
+            if turn in (3, 5):
+                # The message follows an answer of up to 300 tokens, and other turns follow it.
+                edited = [message for message in chat.messages if message["role"] == "user"][-2]
+                edited["content"] = "edited " + edited["content"]
+            elif turn > 0:
+                chat.messages.append({"role": "tool", "content": words(rng, 90)})
+            list(chat.send_message(words(rng, 60), max_tokens=rng.randint(100, 300), eos_token_ids=[]))
+            assert chat.reuse is not None
+            assert chat.reuse.run_again < BLOCK, (turn, chat.reuse)
+            assert turn == 0 or chat.reuse.restored > 0
+
+
 def test_an_answer_that_comes_back_shorter_runs_from_its_prompt(model, tokenizer):
     """Clients remove the model's reasoning, so each turn differs from the cache after the end of the last prompt."""
     rng = random.Random(1)
@@ -72,6 +93,7 @@ def test_a_chat_goes_on_after_a_restart(model, tokenizer, tmp_path):
     rng = random.Random(2)
     store = etkv.PrefixStore(tmp_path, max_bytes=1 << 30)
     messages: list[dict[str, str]] = []
+    stored: list[int] = []
     for restart in range(3):
         with model.session(capacity=8192) as session, model.load(session) as program:
             chat = etkv.Chat(program, tokenizer, prefix_store=store)
@@ -79,8 +101,13 @@ def test_a_chat_goes_on_after_a_restart(model, tokenizer, tmp_path):
             for turn in range(3):
                 if chat.messages:
                     chat.messages[-1]["content"] = f"short {turn}"
-                reuse = say(chat, rng)
-                assert (restart, turn) == (0, 0) or reuse.restored > 0
+                restored = say(chat, rng).restored
+                if stored:
+                    # The text of the turn, and what it has in common with the text before it.
+                    pairs = zip(stored, chat._held, strict=False)
+                    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                    assert shared - restored < BLOCK, (restart, turn, shared, restored)
+                stored = list(chat._held)
             messages = chat.messages
 
 
