@@ -49,6 +49,7 @@ struct Text {
     origin: u64,
     /// The least position from which every rewind must succeed.
     low: i32,
+    /// The positions of all checkpoints that were created. The cache may have dropped some to make room for others.
     checkpoints: BTreeSet<i32>,
     marks: BTreeSet<i32>,
 }
@@ -85,10 +86,6 @@ impl Text {
             || position == 0
             || self.checkpoints.contains(&position)
     }
-
-    fn reachable(&self, position: i32) -> i32 {
-        (0..=position.min(self.next())).rev().find(|&at| self.reaches(at)).unwrap_or(0)
-    }
 }
 
 struct Run<B: Backend, K> {
@@ -96,8 +93,14 @@ struct Run<B: Backend, K> {
     cache: CellsCache<B::Store>,
     texts: BTreeMap<i32, Text>,
     fresh: Token,
-    /// Whether the model has every checkpoint: none was dropped to make room, and no window slides.
+    /// Whether the model knows each reachable position: no checkpoint was dropped to make room, and no window slides.
+    /// Otherwise it knows positions that may be reachable.
     exact: bool,
+    /// Whether windows slide.
+    slides: bool,
+    /// Whether there are few sequences, with long texts and many marks. Otherwise texts are mostly too short for a
+    /// rewind to a checkpoint.
+    long: bool,
     aborts: bool,
     /// The first output that does not have the bits of its text alone.
     difference: Option<String>,
@@ -109,6 +112,7 @@ const SEQUENCES: usize = 4;
 impl<B: Backend, K: Kernels<B>> Run<B, K> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
+        let long = rng.chance(0.3);
         let convolution = |rng: &mut Rng| RecurrentLayer::Convolution {
             channels: rng.pick(&[1, 5]),
             width: rng.pick(&[1, 2, 4, 9]),
@@ -128,12 +132,12 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             _ => recurrence(&mut rng),
         });
         let recurrent_layers: Vec<_> = recurrent_layers.collect();
-        let layers: Vec<LayerConfig> = (0..rng.below(3))
+        let layers: Vec<LayerConfig> = (0..rng.below(3).max(usize::from(long)))
             .map(|_| LayerConfig {
                 n_kv_heads: 1,
                 k_head_dim: DIM as i32,
                 v_head_dim: DIM as i32,
-                policy: match rng.below(6) {
+                policy: match rng.below(if long { 4 } else { 6 }) {
                     0 | 1 => {
                         LayerPolicy::Window { window: rng.pick(&[2, 30]), sinks: rng.pick(&[0, 3]) }
                     }
@@ -143,14 +147,14 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 values_in_keys: false,
             })
             .collect();
-        let capacity = rng.pick(&[150, 400, 900]);
+        let capacity = if long { 900 } else { rng.pick(&[150, 400, 900]) };
         let config = CacheConfig {
             layers,
             recurrent_layers,
-            anchors: rng.pick(&[1, 2, 2, 3]),
-            checkpoints: rng.pick(&[0, 2, 256]),
+            anchors: if long { 1 } else { rng.pick(&[1, 2, 2, 3]) },
+            checkpoints: rng.pick(if long { &[1, 2, 256] } else { &[0, 2, 256] }),
             capacity,
-            max_step_tokens: rng.pick(&[20, 150]),
+            max_step_tokens: if long { 80 } else { rng.pick(&[20, 150]) },
             growth: rng.pick(&[
                 Growth::Doubling { first: 8 },
                 Growth::Step { step: 16 },
@@ -172,6 +176,8 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             texts: BTreeMap::new(),
             fresh: 1,
             exact,
+            slides,
+            long,
             aborts: true,
             difference: None,
             kernels: PhantomData,
@@ -186,11 +192,53 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         self.texts.get(&sequence).cloned().unwrap_or_default()
     }
 
+    /// Returns whether a rewind of a text to this position must succeed.
+    fn must_reach(&self, text: &Text, position: i32) -> bool {
+        if self.exact {
+            return text.reaches(position);
+        }
+        let least = if self.slides { text.next() } else { text.low };
+        position == 0 || (least..=text.next()).contains(&position)
+    }
+
+    /// Returns the greatest position at or before `position` to which the sequence can be rewound.
+    fn reachable(&self, sequence: i32, position: i32) -> i32 {
+        let reachable = match self.cache.sequences() {
+            None => self.cache.reachable(position),
+            Some(all) => all.seq_reachable(sequence, position),
+        };
+        let (reachable, text) = (reachable.unwrap(), self.text(sequence));
+        assert!(reachable <= position && text.reaches(reachable), "{reachable} of {text:?}");
+        let must = (0..=position.min(text.next())).rev().find(|&at| self.must_reach(&text, at));
+        assert!(reachable >= must.unwrap_or(0), "{reachable}, not {must:?}, of {text:?}");
+        reachable
+    }
+
+    fn n_sequences(&self) -> usize {
+        if self.long {
+            2
+        } else {
+            SEQUENCES
+        }
+    }
+
     fn sequence(&mut self) -> i32 {
         if self.single() {
             0
         } else {
-            self.rng.below(SEQUENCES) as i32
+            self.rng.below(self.n_sequences()) as i32
+        }
+    }
+
+    /// Returns a position to which a text may be cut. Long texts are cut near their end or at a checkpoint.
+    fn position(&mut self, text: &Text) -> i32 {
+        let checkpoints: Vec<i32> = text.checkpoints.iter().copied().collect();
+        match self.rng.below(4) {
+            0 | 1 if self.long && !checkpoints.is_empty() => self.rng.pick(&checkpoints),
+            0..=2 if self.long => {
+                text.next() - self.rng.below(text.tokens.len().min(80) + 1) as i32
+            }
+            _ => self.rng.below(text.tokens.len() + 1) as i32,
         }
     }
 
@@ -204,7 +252,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         let most = (self.cache.config().step_limit() as usize).min(200);
         match self.rng.below(3) {
             0 => 1,
-            1 => 1 + self.rng.below(most.min(8)),
+            1 if !self.long => 1 + self.rng.below(most.min(8)),
             _ => 1 + self.rng.below(most),
         }
     }
@@ -218,16 +266,14 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             let mut text = self.text(0);
             let at = match self.rng.below(4) {
                 // Begins another text.
-                0 if self.rng.chance(0.3) => 0,
-                0 => self.rng.below(text.tokens.len() + 1) as i32,
+                0 if self.rng.chance(if self.long { 0.05 } else { 0.3 }) => 0,
+                0 => self.position(&text),
                 _ => text.next(),
             };
-            if at < text.next() && !self.exact {
-                // Layers with windows may not allow this rewind.
-                if self.cache.reachable(at).unwrap() != at {
-                    return;
-                }
-            } else if !text.reaches(at) {
+            // If windows slide or checkpoints were dropped, only the cache knows to which position the text can be
+            // rewound.
+            let at = if self.exact { at } else { self.reachable(0, at) };
+            if !text.reaches(at) {
                 let positions: Vec<i32> = (at..at + count as i32).collect();
                 assert_eq!(self.cache.begin(&positions).unwrap_err().status(), Status::Position);
                 return;
@@ -249,8 +295,9 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             }
             return;
         }
-        let free: Vec<i32> =
-            (0..SEQUENCES as i32).filter(|&one| self.text(one).tree.parents.is_empty()).collect();
+        let free: Vec<i32> = (0..self.n_sequences() as i32)
+            .filter(|&one| self.text(one).tree.parents.is_empty())
+            .collect();
         if free.is_empty() {
             return;
         }
@@ -405,20 +452,12 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
     fn mark_or_ask(&mut self) {
         let sequence = self.sequence();
         let text = self.text(sequence);
-        let at = self.rng.below(text.tokens.len() + 150) as i32;
-        let reachable = match self.single() {
-            true => self.cache.reachable(at),
-            false => self.cache.sequences().unwrap().seq_reachable(sequence, at),
-        };
-        let reachable = reachable.unwrap();
-        if self.exact {
-            assert_eq!(reachable, text.reachable(at), "{at} of {text:?}");
-        } else {
-            assert!(reachable <= at);
-        }
+        let first = if self.long { text.tokens.len().saturating_sub(100) } else { 0 };
+        let at = (first + self.rng.below(text.tokens.len() + 150 - first)) as i32;
+        self.reachable(sequence, at);
         let boundary = at / BLOCK * BLOCK;
         // Whether there is an anchor at the very end of a text depends on the steps that reached the end.
-        if boundary == text.next() || self.cache.config().checkpoints == 0 || !self.exact {
+        if boundary == text.next() || self.cache.config().checkpoints == 0 {
             return;
         }
         let marked = match self.single() {
@@ -429,33 +468,49 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         if boundary > text.next() {
             assert_eq!(marked.unwrap(), boundary);
             text.marks.insert(boundary);
-        } else if text.reaches(boundary) {
-            assert_eq!(marked.unwrap(), boundary);
-            if boundary > 0 {
-                text.checkpoints.insert(boundary);
-            }
-        } else {
-            assert_eq!(marked.unwrap_err().status(), Status::Position);
+            self.texts.insert(sequence, text);
+            return;
         }
-        self.texts.insert(sequence, text);
+        match marked {
+            Ok(at) => {
+                assert_eq!(at, boundary);
+                assert!(text.reaches(boundary), "{boundary} of {text:?}");
+                if boundary > 0 {
+                    text.checkpoints.insert(boundary);
+                }
+                self.texts.insert(sequence, text);
+                // The newest checkpoint is not the one that gives way.
+                assert_eq!(self.reachable(sequence, boundary), boundary);
+            }
+            Err(error) => {
+                assert_eq!(error.status(), Status::Position);
+                assert!(!self.must_reach(&text, boundary), "{error}: {boundary} of {text:?}");
+            }
+        }
     }
 
     fn cut_or_fork(&mut self) {
         let (source, target) = (self.sequence(), self.sequence());
         let mut text = self.text(source);
-        let mut at = self.rng.below(text.tokens.len() + 1) as i32;
+        let mut at = self.position(&text);
         if self.rng.chance(0.3) {
             // Rounds a position down to the position of an anchor.
             at = at / BLOCK * BLOCK;
         }
-        if self.single() && self.exact && self.rng.chance(0.3) {
+        if self.rng.chance(0.3) {
+            at = self.reachable(source, at);
+        }
+        let must_reach = at == self.reachable(source, at);
+        if self.single() && self.rng.chance(0.3) {
+            let reachable = self.reachable(0, at);
             let reached = self.cache.rewind_to_reachable(at).unwrap();
-            assert_eq!(reached, text.reachable(at));
-            if reached < text.next() {
+            assert_eq!(reached, reachable);
+            // A rewind to 0 also withdraws the marks.
+            if reached < text.next() || reached == 0 {
                 text.cut(reached);
             }
             let boundary = at / BLOCK * BLOCK;
-            if boundary > reached && reached < at {
+            if boundary > reached && reached < at && self.cache.config().checkpoints > 0 {
                 text.marks.insert(boundary);
             }
             self.texts.insert(0, text);
@@ -466,13 +521,12 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 Ok(()) => text.cut(at),
                 Err(error) => {
                     assert_eq!(error.status(), Status::Position);
-                    assert!(!text.reaches(at) || !self.exact, "{error}: {at} of {text:?}");
+                    assert!(!must_reach, "{error}: {at} of {text:?}");
                 }
             }
             self.texts.insert(0, text);
             return;
         }
-        let exact = self.exact;
         let all = self.cache.sequences_mut().unwrap();
         match self.rng.below(5) {
             0 | 1 => {
@@ -480,7 +534,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 match all.seq_rm(source, at..i32::MAX) {
                     Ok(()) => text.cut(at),
                     Err(error) => {
-                        assert!(carries || !text.reaches(at) || !exact, "{error}: {at} {text:?}")
+                        assert!(carries || !must_reach, "{error}: {at} {text:?}")
                     }
                 }
                 self.texts.insert(source, text);
@@ -491,7 +545,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                     assert!(all.seq_rm(source, 0..at).is_err());
                 }
             }
-            3 => {
+            3 if !self.long => {
                 all.seq_rm(source, 0..i32::MAX).unwrap();
                 self.texts.remove(&source);
             }
@@ -515,7 +569,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                         self.texts.insert(target, text);
                     }
                     Err(error) => {
-                        assert!(!fits || !text.reaches(at) || !exact, "{error}: {at} {text:?}")
+                        assert!(!fits || !must_reach, "{error}: {at} {text:?}")
                     }
                 }
             }
@@ -645,7 +699,11 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             return;
         }
         let config = self.cache.config().clone();
-        let at = self.rng.below(text.tokens.len() + 1) as i32;
+        let mut at = self.position(&text);
+        if self.rng.chance(0.3) {
+            at = self.reachable(0, at);
+        }
+        let must_reach = at > 0 && at == self.reachable(0, at);
         let mut cache = match self.rng.below(3) {
             0 => CellsCache::contiguous(config),
             1 => CellsCache::new(config),
@@ -662,7 +720,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             }
             Err(error) => {
                 assert_eq!(error.status(), Status::InvalidArgument, "{error}");
-                assert!(at == 0 || !text.reaches(at) || !self.exact, "{error}: {at} of {text:?}");
+                assert!(!must_reach, "{error}: {at} of {text:?}");
             }
         }
     }
@@ -674,14 +732,23 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 let text = self.text(sequence);
                 assert_eq!(all.seq_next(sequence).unwrap(), text.next());
                 let least = all.seq_rewindable_to(sequence).unwrap();
-                assert!(!self.exact || least == text.low, "{least}: {text:?}");
+                let is_low = if self.slides { least >= text.low } else { least == text.low };
+                assert!(is_low, "{least}: {text:?}");
+                self.check_checkpoints(&text, &all.seq_checkpoints(sequence).unwrap());
             }
         } else if let Some(text) = live.first() {
             assert_eq!(self.cache.next_position().unwrap(), text.next());
+            self.check_checkpoints(text, &self.cache.checkpoints().unwrap());
         }
         if live.is_empty() && self.texts.values().all(|text| text.tree.parents.is_empty()) {
             assert_eq!(self.cache.memory().used, 0, "nothing stays of removed sequences");
         }
+    }
+
+    fn check_checkpoints(&self, text: &Text, found: &[i32]) {
+        let known = |position: &i32| text.checkpoints.contains(position);
+        assert!(found.iter().all(known), "{found:?}: {text:?}");
+        assert!(!self.exact || found.len() == text.checkpoints.len(), "{found:?}: {text:?}");
     }
 }
 
@@ -773,8 +840,12 @@ pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
 pub fn first_difference<B: Backend, K: Kernels<B>>(seed: u64) -> Option<String> {
     B::run(|| {
         let mut run = Run::<B, K>::new(seed);
-        for _ in 0..40 {
-            match run.rng.below(20) {
+        for _ in 0..if run.long { 60 } else { 40 } {
+            let operation = match run.long && run.rng.chance(0.5) {
+                true => run.rng.pick(&[3, 9, 19, 19]),
+                false => run.rng.below(20),
+            };
+            match operation {
                 0 | 1 => run.save_and_load(),
                 2 => run.freeze_and_attach(),
                 3..=5 => run.cut_or_fork(),
