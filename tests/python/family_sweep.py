@@ -162,12 +162,14 @@ _HOW = (
     "sequences of different lengths that run in the same steps, and in two forks whose branches continue with other "
     "tokens, and with others again after a rewind; and 32 greedy ids after a prompt are the same, with the program "
     "loaded for the last row. Other cells have the error of the export, or the reason why transformers cannot create a "
-    "tiny model. A name with a comma is a variant of a family that published models use."
+    "tiny model. A name is the `model_type` in the config.json of a model: GLM-4.7-Flash is `glm4_moe_lite`, Granite 4 "
+    "`granitemoehybrid`, Phi-4 `phi3`. A name with a comma is a variant of a family that published models use."
 )
 _BEYOND = (
     "If a published model has features that its tiny model lacks, the exporter supports them by the same rules, or "
     "[refuses](programs.md#what-is-refused) them. From models for text and images it exports the [text model]"
-    "(programs.md#models-for-text-and-images)."
+    "(programs.md#models-for-text-and-images). Tests of quantized programs compare fewer families. With another version "
+    "of transformers, as on Python 3.10, the table may differ."
 )
 
 

@@ -15,6 +15,7 @@ import published_packers as packers
 import test_published
 import tiny_gguf
 from etkv.export import ExportRequest, Progress, experts, export_program, lowering, packing, source
+from etkv.export.gguf import packed
 from etkv.export.scratch import Scratch
 
 
@@ -123,6 +124,18 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
     origin = source.find(file)
     meant = source.read_model(origin, source.read_config(origin), "float32")
     assert all(torch.equal(values, meant.get_submodule(name).weight) for name, values in read.items())
+
+
+def test_matrices_of_other_types_are_counted(tiny, tmp_path, monkeypatch):
+    """Such as Q6_K, whose groups no program has."""
+    file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_0")
+    monkeypatch.delitem(packed.FORMATS, "Q4_0")
+    _, made = _packed(file, tmp_path, quantize="4w")
+    assert (made.kept, made.repacked) == (0, 15)
+    assert made.remarks()[-1].startswith("15 matrices of the source are quantized again")
+    plain = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "plain.gguf")
+    _, made = _packed(plain, tmp_path, quantize="4w")
+    assert (made.kept, made.repacked) == (0, 0)
 
 
 def _experts(model: Path, folder: Path, quantize: str = "4w"):

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="DIR|FILE.gguf",
-        help="a Hugging Face model folder or a GGUF file, whose weights are dequantized",
+        help="a Hugging Face model folder or a GGUF file, whose weights may be quantized",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="X.pte", help="the program to write")
     parser.add_argument(

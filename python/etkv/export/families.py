@@ -46,7 +46,8 @@ def table() -> str:
     version = contents["transformers"]
     head = [
         f"Families of transformers {version} for which programs of tiny models return the same logits. Other families",
-        "with the same parts can be exported too. The exporter refuses parts that it does not support.",
+        "with the same parts can be exported too. The exporter refuses parts that it does not support. The name of a",
+        "model's family is `model_type` in its config.json.",
         "",
     ]
     return "\n".join([*head, *lines])

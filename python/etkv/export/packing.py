@@ -115,7 +115,7 @@ class Packing:
         self.kept = 0
         """The number of matrices that keep the file's integers and scales."""
         self.repacked = 0
-        """The number of matrices with integers in the file that are quantized again."""
+        """The number of matrices that are quantized in the file, and are quantized again."""
         self._left: list[str] = []
 
     @contextlib.contextmanager
@@ -220,7 +220,7 @@ class Packing:
             made.append(f"{self.kept} matrices keep the integers and the groups of the source")
         if self.repacked:
             made.append(
-                f"{self.repacked} matrices are quantized again: the program does not support their integers or groups"
+                f"{self.repacked} matrices of the source are quantized again: their integers or groups cannot be kept"
             )
         return made
 
@@ -248,9 +248,11 @@ class Packing:
     ) -> Any:
         """Return the packed form of a weight of ``module`` with the integers of the file, see :class:`FileIntegers`."""
         packer: Any = self._packer
-        stored = [part.groups() for part in self._stored.pop((module, name), [])]
+        parts = self._stored.pop((module, name), [])
+        stored = [part.groups() for part in parts]
         whole = [groups for groups in stored if groups is not None]
         if not whole:
+            self.repacked += packer.rounds and any(part.is_quantized for part in parts)
             return None
         found = _assembled(whole, weights.flatten(0, -2)) if len(whole) == len(stored) else None
         if found is not None and arranged is not None:

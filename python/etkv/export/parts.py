@@ -19,14 +19,17 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
     plain, extended = (calls.get(f"kvcache.update_and_attend.{name}", []) for name in ("default", "sinks"))
     scans = calls.get("kvcache.update_and_scan.default", [])
     reaches = set(zip(layout.windows, layout.chunks, strict=True))
+    sizes = zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)
     found = {
         "full attention": (0, 0) in reaches,
         "windows": any(layout.windows),
         "chunks": any(layout.chunks),
+        # One head of a latent and a rotary part. The values are the latents.
+        "latent attention": any(heads == 1 and values < keys for heads, keys, values in sizes),
         "sinks": any(_argument(node, 7, "sinks") is not None for node in extended),
         "softcap": any(_argument(node, 8, "softcap") for node in extended),
         "layers that share keys and values": len(plain) + len(extended) > len(layout.windows),
-        "sizes by layer": any(len(set(sizes)) > 1 for sizes in (layout.kv_heads, layout.head_dims, layout.v_head_dims)),
+        "sizes by layer": any(len(set(each)) > 1 for each in (layout.kv_heads, layout.head_dims, layout.v_head_dims)),
         "convolutions": "kvcache.update_and_convolve.default" in calls,
         "Mamba-2": any(node.args[4] is None for node in scans),
         "gated delta rule": any(node.args[4] is not None and _n_axes(node.args[3]) == 3 for node in scans),

@@ -323,7 +323,7 @@ mod tests {
             // Other heads, and another order.
             vec![split(10, &[8], 20, 11), reshape(11, 4, 2, 20), transpose(20, &heads, 22)],
             vec![split(10, &[8], 20, 11), reshape(11, 2, 4, 20), transpose(20, &[0, 1, 2, 3], 22)],
-            // A factor that is no number.
+            // A factor that is not known.
             vec![
                 split(10, &[8], 20, 11),
                 reshape(11, 2, 4, 20),

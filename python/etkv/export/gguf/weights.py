@@ -43,6 +43,10 @@ _OPTIONAL_BIASES = {
 A bias that the file lacks is zero."""
 
 
+_FLOATS = ("F16", "F32", "F64", "BF16")
+"""The types of tensors that are not quantized."""
+
+
 def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
     """Return the weights of the model of ``config``: name -> weight. A weight is decoded when it is read.
 
@@ -84,6 +88,10 @@ class _Weight(Weight):
         """Return integers and scales if the weight is one quantized tensor with the same rows."""
         return self.reader.groups(self.name, self.sources, self.shape)
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.reader.is_quantized(self.sources)
+
 
 class _Reader:
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
@@ -114,6 +122,11 @@ class _Reader:
             )
         # Copy float32 values, because they are read-only views of the file.
         return np.require(values, requirements=["C", "W"])
+
+    def is_quantized(self, sources: list[str]) -> bool:
+        """Return whether a tensor of the file is not stored as floats."""
+        tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
+        return any(tensor.kind not in _FLOATS for tensor in tensors)
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
         """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none.

@@ -21,8 +21,15 @@ class Weight(ABC):
         """Return the values."""
 
     def groups(self) -> Groups | None:
-        """Return the integers and scales of a quantized weight; ``None`` if the weight is not stored as integers."""
+        """Return the integers and scales of a quantized weight; ``None`` if the weight is not stored as integers, or if
+        they cannot be kept.
+        """
         return None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the weight is stored with fewer bits than float16 has."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,10 @@ class Plain(Weight):
     def read(self) -> torch.Tensor:
         """Return the values in the dtype of the file."""
         return self.stored.read()
+
+    @property
+    def is_quantized(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
