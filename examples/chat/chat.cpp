@@ -96,7 +96,7 @@ Result<Answer> Chat::ask(const std::string& said) {
   made.matched_tokens = std::max(made.matched_tokens, matched);
   if (!made.ids.empty()) {
     conversation_.add(
-        said, std::move(*prompt), made.ids, text, made.reused_tokens);
+        said, std::move(*prompt), made.ids, text, made.matched_tokens);
   }
   tokens_made_ += static_cast<int64_t>(made.ids.size());
   tokens_read_ += static_cast<int64_t>(made.prefill_tokens);
