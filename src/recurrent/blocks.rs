@@ -11,7 +11,8 @@ use mlx_rs::Array;
 
 use super::decays::{inverse, Keys, Tokens};
 use super::rows::run as slice;
-use super::scan::{Before, Sizes, Step};
+use super::scan::{Before, Step};
+use super::sizes::Sizes;
 use crate::error::Result;
 use crate::mlx::cumsum;
 

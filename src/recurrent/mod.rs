@@ -14,6 +14,7 @@ mod on_cuda;
 mod rows;
 mod scan;
 mod short;
+mod sizes;
 #[cfg(test)]
 mod tests;
 

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::convolve::{Activation, ConvolveInputs};
 use super::groups::{parts, Group, Work};
 use super::rows::{stored_tokens, take};
-use super::scan::Sizes;
+use super::sizes::Sizes;
 use super::RecurrentRows;
 use crate::error::Result;
 use crate::kernels::can_run;

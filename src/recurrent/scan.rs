@@ -7,6 +7,7 @@ use mlx_rs::{Array, Dtype};
 use super::groups::{parts, Work};
 use super::on_cuda::{self, Operands};
 use super::rows::{check_plan, stored, stored_tokens, take};
+use super::sizes::Sizes;
 use super::{blocks, check_shape, short, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
 use crate::kernels::recurrent::{Numbers, Rows, Stored};
@@ -56,7 +57,7 @@ pub fn scan(
 ) -> Result<(Array, RecurrentRows)> {
     let plan = &*spec.plan;
     check_plan(plan)?;
-    let sizes = Sizes::of(inputs, plan)?;
+    let sizes = sizes_of(inputs, plan)?;
     let rows = stored_rows(spec, sizes)?;
     let out_dtype = out_dtype.unwrap_or(inputs.q.dtype());
     let operands = Operands {
@@ -161,63 +162,37 @@ fn stored_rows(spec: &RecurrentSpec, sizes: Sizes) -> Result<Stored<'_>> {
     })
 }
 
-/// The sizes of a recurrence.
-#[derive(Debug, Clone, Copy)]
-pub struct Sizes {
-    pub k_heads: i32,
-    /// The number of value heads for each key head.
-    pub share: i32,
-    pub k_dim: i32,
-    pub v_dim: i32,
-    /// The number of decays of a head: 1, or `k_dim` if each channel has a decay.
-    pub decays: i32,
-    pub delta: bool,
-}
-
-impl Sizes {
-    fn of(inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<Self> {
-        let n = plan.n_tokens() as i32;
-        let (&[_, k_heads, _, k_dim], &[_, heads, _, v_dim]) = (inputs.k.shape(), inputs.v.shape())
-        else {
-            let (k, v) = (inputs.k.shape(), inputs.v.shape());
-            fail!(
-                Shape,
-                "expected keys and values of shape [1, heads, T, dim], got {k:?} and {v:?}"
-            );
-        };
-        if k_heads < 1 || heads < 1 || heads % k_heads != 0 || k_dim < 1 || v_dim < 1 {
-            fail!(
-                Shape,
-                "expected heads that are a multiple of the keys' heads, and dims of at least 1, got {heads} \
-                 heads, {k_heads} of keys, dims {k_dim} and {v_dim}"
-            );
-        }
-        check_shape(inputs.q, "queries", &[1, k_heads, n, k_dim])?;
-        check_shape(inputs.k, "keys", &[1, k_heads, n, k_dim])?;
-        check_shape(inputs.v, "values", &[1, heads, n, v_dim])?;
-        let decays = match inputs.g.ndim() {
-            3 => 1,
-            _ => k_dim,
-        };
-        match inputs.g.ndim() {
-            3 => check_shape(inputs.g, "decays", &[1, heads, n])?,
-            _ => check_shape(inputs.g, "decays", &[1, heads, n, k_dim])?,
-        }
-        if let Some(beta) = inputs.beta {
-            check_shape(beta, "write strengths", &[1, heads, n])?;
-        }
-        let (share, delta) = (heads / k_heads, inputs.beta.is_some());
-        Ok(Self { k_heads, share, k_dim, v_dim, decays, delta })
+/// Checks the shapes of the inputs, and returns their sizes.
+fn sizes_of(inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<Sizes> {
+    let n = plan.n_tokens() as i32;
+    let (&[_, k_heads, _, k_dim], &[_, heads, _, v_dim]) = (inputs.k.shape(), inputs.v.shape())
+    else {
+        let (k, v) = (inputs.k.shape(), inputs.v.shape());
+        fail!(Shape, "expected keys and values of shape [1, heads, T, dim], got {k:?} and {v:?}");
+    };
+    if k_heads < 1 || heads < 1 || heads % k_heads != 0 || k_dim < 1 || v_dim < 1 {
+        fail!(
+            Shape,
+            "expected heads that are a multiple of the keys' heads, and dims of at least 1, got {heads} \
+             heads, {k_heads} of keys, dims {k_dim} and {v_dim}"
+        );
     }
-
-    pub fn heads(&self) -> i32 {
-        self.k_heads * self.share
+    check_shape(inputs.q, "queries", &[1, k_heads, n, k_dim])?;
+    check_shape(inputs.k, "keys", &[1, k_heads, n, k_dim])?;
+    check_shape(inputs.v, "values", &[1, heads, n, v_dim])?;
+    let decays = match inputs.g.ndim() {
+        3 => 1,
+        _ => k_dim,
+    };
+    match inputs.g.ndim() {
+        3 => check_shape(inputs.g, "decays", &[1, heads, n])?,
+        _ => check_shape(inputs.g, "decays", &[1, heads, n, k_dim])?,
     }
-
-    /// Returns the number of elements of a row of updates.
-    fn row(&self) -> i32 {
-        self.v_dim.saturating_add(self.decays)
+    if let Some(beta) = inputs.beta {
+        check_shape(beta, "write strengths", &[1, heads, n])?;
     }
+    let (share, delta) = (heads / k_heads, inputs.beta.is_some());
+    Ok(Sizes { k_heads, share, k_dim, v_dim, decays, delta })
 }
 
 /// The inputs in float32.

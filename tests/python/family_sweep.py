@@ -168,8 +168,8 @@ _HOW = (
 _BEYOND = (
     "If a published model has features that its tiny model lacks, the exporter supports them by the same rules, or "
     "[refuses](programs.md#what-is-refused) them. From models for text and images it exports the [text model]"
-    "(programs.md#models-for-text-and-images). Tests of quantized programs compare fewer families. With another version "
-    "of transformers, as on Python 3.10, the table may differ."
+    "(programs.md#models-for-text-and-images). Tests of quantized programs compare fewer families. With another "
+    "version of transformers, as on Python 3.10, the table may differ."
 )
 
 
