@@ -353,3 +353,76 @@ impl CellsBookkeeping {
         Ok(positions)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns checkpoints at these positions of these sequences, created in this order.
+    fn of(kept: &[(i32, &[i32])]) -> Checkpoints {
+        let mut checkpoints = Checkpoints::new(MAX_CHECKPOINTS);
+        for (position, members) in kept {
+            checkpoints.add(*position, members.to_vec()).unwrap();
+        }
+        checkpoints
+    }
+
+    fn least_useful(checkpoints: &Checkpoints) -> Option<i32> {
+        checkpoints.least_useful().map(|at| checkpoints.all[at].position)
+    }
+
+    /// Uses a checkpoint, by its index.
+    fn touch(checkpoints: &mut Checkpoints, at: usize, times: usize) {
+        let owner = checkpoints.all[at].owner;
+        (0..times).for_each(|_| checkpoints.touch(owner));
+    }
+
+    #[test]
+    fn of_equally_far_checkpoints_the_one_used_longest_ago_is_the_least_useful() {
+        assert_eq!(least_useful(&of(&[])), None);
+        let mut checkpoints = of(&[(64, &[0]), (128, &[0]), (192, &[0])]);
+        assert_eq!(least_useful(&checkpoints), Some(64));
+        touch(&mut checkpoints, 0, 1);
+        assert_eq!(least_useful(&checkpoints), Some(128));
+    }
+
+    #[test]
+    fn a_checkpoint_soon_after_another_of_the_same_text_is_less_useful() {
+        assert_eq!(least_useful(&of(&[(640, &[0]), (704, &[0]), (1280, &[0])])), Some(704));
+        // The order of creation does not matter.
+        assert_eq!(least_useful(&of(&[(1280, &[0]), (704, &[0]), (640, &[0])])), Some(704));
+        assert_eq!(least_useful(&of(&[(640, &[0, 2]), (704, &[1, 2])])), Some(704));
+        // The checkpoint at 640 belongs to another text, so the one at 704 saves 704 tokens.
+        assert_eq!(least_useful(&of(&[(640, &[0]), (704, &[1])])), Some(640));
+    }
+
+    #[test]
+    fn the_distance_is_divided_by_the_time_since_the_last_use() {
+        let mut checkpoints = of(&[(6400, &[0]), (6464, &[0])]);
+        // 6400 tokens are 100 times 64 tokens. The time is counted from 8, and one use has passed.
+        touch(&mut checkpoints, 1, 100 * 8 - 9);
+        assert_eq!(least_useful(&checkpoints), Some(6400), "of equals, the one used longest ago");
+        touch(&mut checkpoints, 0, 1);
+        touch(&mut checkpoints, 1, 100 * 8 - 9);
+        assert_eq!(least_useful(&checkpoints), Some(6464));
+    }
+
+    #[test]
+    fn checkpoints_give_way_where_they_are_dense() {
+        let mut checkpoints = of(&[(64, &[0]), (128, &[0]), (192, &[0]), (256, &[0])]);
+        let mut dropped = Vec::new();
+        while let Some(at) = checkpoints.least_useful() {
+            dropped.push(checkpoints.all.remove(at).position);
+        }
+        assert_eq!(dropped, [64, 192, 128, 256]);
+    }
+
+    #[test]
+    fn of_equally_useful_checkpoints_the_one_used_longest_ago_is_dropped() {
+        let mut checkpoints = of(&[(1, &[0]), (1, &[1]), (6400, &[2])]);
+        touch(&mut checkpoints, 0, 1);
+        // After so many uses of the last one, both others have a usefulness of 0.
+        touch(&mut checkpoints, 2, 3000);
+        assert_eq!(checkpoints.least_useful(), Some(1));
+    }
+}
