@@ -1,19 +1,24 @@
-//! Sessions that are created, grow, convert and are dropped under one memory budget. The whole process shares the
-//! budget, so this file is a separate process with a single test.
+//! Sessions that are created, grow, convert and are dropped under one memory budget, and checkpoints that give way to
+//! a step. The whole process shares the budget, so this file is a separate process, and its tests take turns.
+
+use std::sync::Mutex;
 
 use etkv_core::{
-    AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
-    MemoryBudget, Result, Status, Step,
+    AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
+    MemoryBudget, RecurrentLayer, Result, Status, Step,
 };
 use etkv_tests::backend::Backend;
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::oracle::{assert_close, attention, random_rows, Rows};
+use etkv_tests::recurrence::planned;
 use etkv_tests::vec_store::OnVec;
 use etkv_tests::{for_seeds, runs, Rng};
 
 const HEADS: usize = 2;
 const DIM: usize = 32;
 const SCALE: f32 = 0.3;
+
+static TURN: Mutex<()> = Mutex::new(());
 
 struct Session<B: Backend> {
     cache: Box<dyn AttendCache<Store = B::Store>>,
@@ -166,7 +171,8 @@ fn sessions_come_and_go<B: Backend>(rng: &mut Rng) -> [usize; 2] {
 
 #[test]
 fn caches_together_stay_within_the_budget() {
-    let counts = std::sync::Mutex::new([0; 2]);
+    let _turn = TURN.lock();
+    let counts = Mutex::new([0; 2]);
     for_seeds(200, |seed| {
         let mut rng = Rng::new(seed);
         let found = match seed % 2 {
@@ -180,4 +186,88 @@ fn caches_together_stay_within_the_budget() {
     // A single seed may have no refusals.
     let enough = runs(200) < 20 || counts.iter().all(|&n| n > 100);
     assert!(enough || std::env::var_os("ETKV_SEED").is_some(), "refused, not refused: {counts:?}");
+    MemoryBudget::global().set_limit(None);
+}
+
+const RECURRENT: [RecurrentLayer; 2] = [
+    RecurrentLayer::Convolution { channels: 4, width: 17 },
+    RecurrentLayer::Recurrence { k_heads: 1, heads: 1, k_dim: 2, v_dim: 2, channel_decay: false },
+];
+
+/// Adds `n` tokens to each of these sequences, in one step.
+fn extend<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32], n: usize) -> Result<()> {
+    let all = cache.sequences_mut().unwrap();
+    let mut positions: Vec<i32> = Vec::new();
+    for &sequence in sequences {
+        positions.extend((all.seq_next(sequence)?..).take(n));
+    }
+    all.begin_step(&sequences.iter().flat_map(|&one| vec![one; n]).collect::<Vec<_>>())?;
+    if let Err(error) = cache.begin(&positions) {
+        cache.sequences_mut().unwrap().cancel_step()?;
+        return Err(error);
+    }
+    let tokens: Vec<u64> = positions.iter().map(|&position| position as u64).collect();
+    for (id, layer) in RECURRENT.into_iter().enumerate() {
+        cache.update_recurrent(id, &mut |spec| {
+            planned::<B>(id, layer, &tokens, spec, &mut Rows::new())
+        })?;
+    }
+    cache.commit()
+}
+
+/// Adds `n` tokens to each of two new sequences, with no more memory than another sequence and its two checkpoints have
+/// allocated. Returns the checkpoints after the step, or `None` if the step is refused.
+fn step_beside_checkpoints<B: Backend>(n: usize) -> Option<Vec<i32>> {
+    let budget = MemoryBudget::global();
+    let config = CacheConfig {
+        layers: Vec::new(),
+        recurrent_layers: RECURRENT.to_vec(),
+        anchors: 1,
+        checkpoints: 2,
+        growth: Growth::Exact,
+        ..CacheConfig::uniform(0, 1, 1, 900)
+    };
+    let mut cache = CellsCache::<B::Store>::new(config).unwrap();
+    for position in [128, 256] {
+        assert_eq!(cache.sequences_mut().unwrap().seq_mark(0, position), Ok(position));
+    }
+    (0..48).for_each(|_| extend::<B>(&mut cache, &[0], 8).unwrap());
+    let checkpoints =
+        |cache: &CellsCache<B::Store>| cache.sequences().unwrap().seq_checkpoints(0).unwrap();
+    assert_eq!(checkpoints(&cache), [128, 256]);
+    budget.set_limit(Some(budget.report().held));
+    let begun = extend::<B>(&mut cache, &[1, 2], n);
+    budget.set_limit(None);
+    let kept = checkpoints(&cache);
+    if let Err(error) = &begun {
+        assert!(is_refusal(error));
+        assert_eq!(kept, [128, 256], "a step of {n} tokens is refused anyway");
+        // With memory, the same step runs, and the checkpoints stay.
+        extend::<B>(&mut cache, &[1, 2], n).unwrap();
+        assert_eq!(checkpoints(&cache), [128, 256]);
+    }
+    for position in [256, 128] {
+        let sequences = cache.sequences().unwrap();
+        assert_eq!(sequences.seq_reachable(0, position) == Ok(position), kept.contains(&position));
+    }
+    begun.is_ok().then_some(kept)
+}
+
+fn checkpoints_give_way<B: Backend>() {
+    assert_eq!(MemoryBudget::global().report().held, 0);
+    B::run(|| {
+        let mut found: Vec<Option<Vec<i32>>> =
+            (1..=64).step_by(3).map(step_beside_checkpoints::<B>).collect();
+        found.dedup();
+        let kept = |positions: &[i32]| Some(positions.to_vec());
+        // The longer the steps, the more checkpoints give way, until not even all of them are enough.
+        assert_eq!(found, [kept(&[128, 256]), kept(&[256]), kept(&[]), None]);
+    });
+}
+
+#[test]
+fn checkpoints_give_way_only_to_a_step_that_then_fits() {
+    let _turn = TURN.lock();
+    checkpoints_give_way::<OnVec>();
+    checkpoints_give_way::<OnCpu>();
 }
