@@ -175,15 +175,19 @@ def test_a_tree_of_candidates(name, exported):
         close(program.forward(ids(3), range(65, 68)), expected(model, paths[4] + ids(3))[65:])
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba-2"])
-def test_quantized_weights(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "backend", "quantize"), [("lfm2", "mlx", "8w"), ("mamba-2", "mlx", "8w"), ("lfm2", "cpu", "8da8w")]
+)
+def test_quantized_weights(name, backend, quantize, tmp_path):
     """With weights of 8 bits, answers are the same in chunks and token by token, and close to those of the model."""
     reference.speed_up_exports()
     model = recurrent_models.write(name, tmp_path / "model")
-    request = ExportRequest(model, tmp_path / "model.pte", quantize="8w", prefill_chunk=CHUNK, verify=False)
+    output = tmp_path / "model.pte"
+    request = ExportRequest(model, output, backend=backend, quantize=quantize, prefill_chunk=CHUNK, verify=False)
     path, text, rows = export_program(request), ids(80), []
+    where = etkv.read_kv_cache_metadata(path).backend
     for step in (80, 1):
-        with DecodeSession(config(path)) as session, etkv.load(path, session) as program:
+        with DecodeSession(config(path), backend=where) as session, etkv.load(path, session) as program:
             steps = [program.forward(text[at : at + step], range(at, at + step)) for at in range(0, 80, step)]
         rows.append(torch.cat([torch.as_tensor(row) for row in steps]))
     whole = expected(recurrent_models.model(name), text)
