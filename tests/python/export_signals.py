@@ -86,6 +86,8 @@ def left(folder: Path) -> list[str]:
 
 def main(model: Path, folder: Path) -> None:
     """Run the exports, and print their statuses and what they left."""
+    # Under nohup a process ignores the signal, and an export leaves it so.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with third_party_noise(allowed=False):
         family_sweep.prepare()
     found = {}
