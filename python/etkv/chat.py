@@ -118,12 +118,13 @@ class Chat:
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, even if the turn stops early."""
-        ids = self._tokenizer.conversation_ids(self.messages, self._unchanged_answers())
+        answers = self._unchanged_answers()
+        ids = self._tokenizer.conversation_ids(self.messages, answers)
         matched = self._rewind_to_shared(ids)
         kept = self._attach(ids)
         shared = len(self._held)
         self.reuse = Reuse(max(matched, kept), shared, len(ids) - shared)
-        self._mark_messages(ids)
+        self._mark_messages(ids, answers)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
         keeper = self._keeper
@@ -160,20 +161,19 @@ class Chat:
         self._answers = kept
         return ids_of
 
-    def _mark_messages(self, ids: list[int]) -> None:
+    def _mark_messages(self, ids: list[int], answers: dict[int, list[int]]) -> None:
         """Mark where each message after the last answer begins: a later request may change it, and other chats may
-        have the messages before it, such as the system message.
+        have the messages before it, such as the system message. ``answers`` are the ids of unchanged answers.
         """
         if isinstance(self._cache, GraphCache) or self._cache.n_recurrent_layers == 0:
             return
-        answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
-        own = self._unchanged_answers()
-        for number in range(max([*answers, 0]) + 1, len(self.messages)):
+        answered = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        for number in range(max([*answered, 0]) + 1, len(self.messages)):
             # Templates may refuse the messages before it alone. So find it as the common prefix of two conversations.
             before, message = self.messages[:number], self.messages[number]
             others = ([*before, {**message, "content": text}] for text in ("a", "1"))
             with contextlib.suppress(EtkvError):
-                begin = min(_n_shared(ids, self._tokenizer.conversation_ids(other, own)) for other in others)
+                begin = min(_n_shared(ids, self._tokenizer.conversation_ids(other, answers)) for other in others)
                 if begin > len(self._held):
                     self._cache.mark(begin)
 
