@@ -65,12 +65,8 @@ pub struct Scan<'a> {
     pub k_dim: i32,
     /// The number of elements of a value.
     pub v_dim: i32,
-    /// The queries and keys of `k_heads` heads, and the values of `heads` heads.
-    pub rows: [Rows<'a>; 3],
-    /// The log decays.
-    pub decays: Numbers<'a>,
-    /// The write strengths, if the recurrence uses the delta rule.
-    pub strengths: Option<Numbers<'a>>,
+    /// The operands.
+    pub operands: Operands<'a>,
     /// The layer's buffers of slots.
     pub stored: Stored<'a>,
     /// The states that the step itself computed, `[1, heads, F, k_dim * v_dim]`.
@@ -83,6 +79,17 @@ pub struct Scan<'a> {
     pub scale: f32,
     /// The dtype of the outputs.
     pub out_dtype: Dtype,
+}
+
+/// The operands of a recurrence.
+#[derive(Debug, Clone, Copy)]
+pub struct Operands<'a> {
+    /// The queries and keys of the heads of keys, and the values of all heads.
+    pub rows: [Rows<'a>; 3],
+    /// The log decays, one for each head.
+    pub decays: Numbers<'a>,
+    /// The write strengths, if the recurrence uses the delta rule.
+    pub strengths: Option<Numbers<'a>>,
 }
 
 /// A vector for each head of each token.
@@ -207,7 +214,7 @@ pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
     let Some(template) = ScanTemplate::of(call) else {
         return Ok(None);
     };
-    let [q, k, v] = call.rows.map(|rows| match rows {
+    let [q, k, v] = call.operands.rows.map(|rows| match rows {
         Rows::Heads(x) | Rows::Columns { x, .. } => Some(x),
     });
     let mut inputs: SmallVec<[(&CStr, Option<&Array>); 24]> = SmallVec::from_slice(&[
@@ -220,7 +227,9 @@ pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
         (c"folds", call.folds),
         (c"plan", Some(call.groups)),
     ]);
-    for (names, numbers) in GATE_NAMES.iter().zip([Some(call.decays), call.strengths]) {
+    for (names, numbers) in
+        GATE_NAMES.iter().zip([Some(call.operands.decays), call.operands.strengths])
+    {
         match numbers {
             Some(Numbers::Heads(x)) => inputs.push((names[0], Some(x))),
             Some(Numbers::Function(_, of)) => {
@@ -340,7 +349,7 @@ impl ScanTemplate {
     /// Returns `None` if the kernel does not support a dtype, or a norm of values.
     fn of(call: &Scan) -> Option<Self> {
         let name = |x: &Array| element(x.dtype()).map(|(name, _)| name);
-        let rows = call.rows.map(|rows| match rows {
+        let rows = call.operands.rows.map(|rows| match rows {
             Rows::Heads(x) => (x, RowsTemplate::Heads),
             Rows::Columns { x, start, norm } => {
                 let bits = |number: f32| number.to_bits() as i32;
@@ -360,7 +369,7 @@ impl ScanTemplate {
                     .then(|| NumbersTemplate::Function(function.clone(), names))
             }
         };
-        let strengths = match call.strengths {
+        let strengths = match call.operands.strengths {
             Some(strengths) => Some(numbers(strengths)?),
             None => None,
         };
@@ -370,7 +379,7 @@ impl ScanTemplate {
             v_dim: call.v_dim,
             elements: elements_of([q.dtype(), k.dtype(), v.dtype()])?,
             rows: rows.map(|(_, rows)| rows),
-            decays: numbers(call.decays)?,
+            decays: numbers(call.operands.decays)?,
             strengths,
             scale: call.scale.to_bits() as i32,
             out: element(call.out_dtype)?.0,

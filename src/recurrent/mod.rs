@@ -19,7 +19,7 @@ mod sizes;
 mod tests;
 
 pub use convolve::{convolve, Activation, ConvolveInputs};
-pub use scan::{fused_scan, scan, FusedScanInputs, ScanInputs};
+pub use scan::{fused_scan, scan, ScanInputs};
 
 use mlx_rs::Array;
 

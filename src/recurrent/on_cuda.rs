@@ -14,7 +14,7 @@ use super::RecurrentRows;
 use crate::error::Result;
 use crate::kernels::can_run;
 use crate::kernels::recurrent as kernels;
-use crate::kernels::recurrent::{Numbers, Rows, Stored, MAX_GROUP_ROWS, MAX_GROUP_TOKENS};
+use crate::kernels::recurrent::{Operands, Stored, MAX_GROUP_ROWS, MAX_GROUP_TOKENS};
 use crate::mlx::{array_of, on_device};
 
 /// A plan as the kernels read it. The layers of a step share it.
@@ -89,16 +89,6 @@ pub fn convolve(
     Ok(Some((out, RecurrentRows { rows: [Some(columns), None], anchors: None })))
 }
 
-/// The operands of a scan.
-pub struct Operands<'a> {
-    /// The queries, keys and values.
-    pub rows: [Rows<'a>; 3],
-    /// The log decays.
-    pub decays: Numbers<'a>,
-    /// The write strengths of the delta rule.
-    pub strengths: Option<Numbers<'a>>,
-}
-
 /// Computes a scan, or returns `None` if the kernels do not support it.
 pub fn scan(
     operands: &Operands,
@@ -135,9 +125,7 @@ pub fn scan(
         heads: sizes.heads(),
         k_dim,
         v_dim,
-        rows: operands.rows,
-        decays: operands.decays,
-        strengths: operands.strengths,
+        operands: *operands,
         stored,
         folds: folds.as_ref(),
         groups: &groups.groups,

@@ -1,16 +1,16 @@
 //! The scan of a step: its inputs, its parts in order, and the rows and anchors that are stored.
 
 use etkv_core::bookkeeping::{AnchorSource, RecurrentPlan, RowSource};
+use etkv_core::RecurrentLayer;
 use mlx_rs::ops::{concatenate, maximum};
 use mlx_rs::{Array, Dtype};
 
 use super::groups::{parts, Work};
-use super::on_cuda::{self, Operands};
 use super::rows::{check_plan, stored, stored_tokens, take};
 use super::sizes::Sizes;
-use super::{blocks, check_shape, short, RecurrentRows, RecurrentSpec};
+use super::{blocks, check_shape, on_cuda, short, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
-use crate::kernels::recurrent::{Numbers, Rows, Stored};
+use crate::kernels::recurrent::{Numbers, Operands, Rows, Stored};
 use crate::mlx::cast;
 
 /// Lower log decays are clamped to this bound. The decay at this bound is close to 0.
@@ -91,38 +91,23 @@ pub fn scan(
     step.finish(plan, scale, out_dtype)
 }
 
-/// The inputs of a step of `T` tokens, with some of the operations that compute them.
-#[derive(Debug, Clone, Copy)]
-pub struct FusedScanInputs<'a> {
-    /// The number of heads of keys.
-    pub k_heads: i32,
-    /// The number of heads, a multiple of `k_heads`.
-    pub heads: i32,
-    /// The number of elements of a key.
-    pub k_dim: i32,
-    /// The number of elements of a value.
-    pub v_dim: i32,
-    /// Queries and keys of `k_heads` heads, and values of `heads` heads.
-    pub rows: [Rows<'a>; 3],
-    /// Log decays, one for each head.
-    pub decays: Numbers<'a>,
-    /// Write strengths of the delta rule.
-    pub strengths: Option<Numbers<'a>>,
-}
-
-/// Computes a recurrence as [`scan`] does. Returns `None` if no kernel computes it together with the operations before
-/// it. Functions must have inputs for `T` tokens.
+/// Computes the recurrence of a layer as [`scan`] does. Returns `None` if no kernel computes it together with the
+/// operations before it. Functions must have inputs for all tokens of the step.
 ///
 /// # Errors
 /// As [`scan`].
 pub fn fused_scan(
-    inputs: &FusedScanInputs,
+    layer: RecurrentLayer,
+    operands: &Operands,
     scale: f32,
     spec: &RecurrentSpec,
     out_dtype: Dtype,
 ) -> Result<Option<(Array, RecurrentRows)>> {
-    let FusedScanInputs { k_heads, heads, k_dim, v_dim, .. } = *inputs;
     check_plan(&spec.plan)?;
+    let RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay: false } = layer
+    else {
+        return Ok(None);
+    };
     if k_heads < 1 || heads < 1 || heads % k_heads != 0 || k_dim < 1 || v_dim < 1 {
         return Ok(None);
     }
@@ -139,17 +124,15 @@ pub fn fused_scan(
         Numbers::Heads(x) => x.shape() == [1, heads, n],
         Numbers::Function(..) => true,
     };
-    let [q, k, v] = inputs.rows;
+    let [q, k, v] = operands.rows;
     let fit = fits(q, k_heads, k_dim) && fits(k, k_heads, k_dim) && fits(v, heads, v_dim);
-    if !fit || !are_heads(inputs.decays) || !inputs.strengths.is_none_or(are_heads) {
+    if !fit || !are_heads(operands.decays) || !operands.strengths.is_none_or(are_heads) {
         return Ok(None);
     }
-    let delta = inputs.strengths.is_some();
+    let delta = operands.strengths.is_some();
     let sizes = Sizes { k_heads, share: heads / k_heads, k_dim, v_dim, decays: 1, delta };
     let rows = stored_rows(spec, sizes)?;
-    let operands =
-        Operands { rows: inputs.rows, decays: inputs.decays, strengths: inputs.strengths };
-    on_cuda::scan(&operands, sizes, rows, &spec.plan, scale, out_dtype)
+    on_cuda::scan(operands, sizes, rows, &spec.plan, scale, out_dtype)
 }
 
 /// Returns the buffers that a recurrence of these sizes reads.

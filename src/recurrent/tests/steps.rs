@@ -9,11 +9,9 @@ use mlx_rs::{Array, Dtype};
 
 use super::{by_token, difference, Convolution, Random, Recurrence};
 use crate::error::Result;
-use crate::kernels::recurrent::{HeadNorm, Numbers, Rows};
+use crate::kernels::recurrent::{HeadNorm, Numbers, Operands, Rows};
 use crate::kernels::{can_run, Function};
-use crate::recurrent::{
-    convolve, fused_scan, scan, Activation, FusedScanInputs, RecurrentRows, RecurrentSpec,
-};
+use crate::recurrent::{convolve, fused_scan, scan, Activation, RecurrentRows, RecurrentSpec};
 use crate::CellsCache;
 
 const TOLERANCE: f64 = 1e-4;
@@ -76,19 +74,16 @@ fn scan_fused(
     let strengths = beta.transpose_axes(&[0, 2, 1])?;
     let (halves, strengths) = ([&half], [&strengths]);
     let [decay, strength] = functions;
-    let inputs = FusedScanInputs {
-        k_heads,
-        heads,
-        k_dim,
-        v_dim,
+    let layer = RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay: false };
+    let operands = Operands {
         rows: [queries, keys, values],
         decays: Numbers::Function(decay, &halves),
         strengths: recurrence.delta.then_some(Numbers::Function(strength, &strengths)),
     };
     // The kernel does not normalize values.
-    let refused = FusedScanInputs { rows: [queries, keys, rows(0, Some(norm))], ..inputs };
-    assert!(fused_scan(&refused, SCALE, spec, Dtype::Float32)?.is_none());
-    fused_scan(&inputs, SCALE, spec, Dtype::Float32)
+    let refused = Operands { rows: [queries, keys, rows(0, Some(norm))], ..operands };
+    assert!(fused_scan(layer, &refused, SCALE, spec, Dtype::Float32)?.is_none());
+    fused_scan(layer, &operands, SCALE, spec, Dtype::Float32)
 }
 
 impl Run {

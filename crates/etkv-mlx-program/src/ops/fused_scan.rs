@@ -2,12 +2,10 @@
 
 use std::collections::HashMap;
 
-use etkv::kernels::recurrent::{HeadNorm, Numbers, Rows};
+use etkv::kernels::recurrent::{HeadNorm, Numbers, Operands, Rows};
 use etkv::kernels::Function;
 use etkv::mlx::slice_axis;
-use etkv::recurrent::{
-    fused_scan, scan, FusedScanInputs, RecurrentRows, RecurrentSpec, ScanInputs,
-};
+use etkv::recurrent::{fused_scan, scan, RecurrentRows, RecurrentSpec, ScanInputs};
 use etkv_core::RecurrentLayer;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
@@ -42,9 +40,7 @@ impl FusedScan<'_> {
         };
         let inputs = self.inputs()?;
         if let (Some(out_dtype), true) = (self.out_dtype, self.on_gpu) {
-            if let Some(made) =
-                self.fused(&inputs, [k_heads, heads, k_dim, v_dim], spec, out_dtype)?
-            {
+            if let Some(made) = self.fused(&inputs, heads, spec, out_dtype)? {
                 return Ok(made);
             }
         }
@@ -103,7 +99,7 @@ impl FusedScan<'_> {
     fn fused(
         &self,
         inputs: &[SmallVec<[&Array; 4]>],
-        [k_heads, heads, k_dim, v_dim]: [i32; 4],
+        heads: i32,
         spec: &RecurrentSpec,
         out_dtype: Dtype,
     ) -> Result<Option<(Array, RecurrentRows)>> {
@@ -141,16 +137,9 @@ impl FusedScan<'_> {
         let Some(decays) = numbers.next() else {
             fail!(Internal, "a scan without decays");
         };
-        let inputs = FusedScanInputs {
-            k_heads,
-            heads,
-            k_dim,
-            v_dim,
-            rows: [rows(0, q), rows(1, k), rows(2, v)],
-            decays,
-            strengths: numbers.next(),
-        };
-        fused_scan(&inputs, self.scale, spec, out_dtype)
+        let rows = [rows(0, q), rows(1, k), rows(2, v)];
+        let operands = Operands { rows, decays, strengths: numbers.next() };
+        fused_scan(self.config, &operands, self.scale, spec, out_dtype)
     }
 }
 
