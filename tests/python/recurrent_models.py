@@ -47,6 +47,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "zamba2": ("zamba2", {}),
+    # Windows and a recurrence.
+    "minimax": (
+        "minimax",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "sliding_window": 100},
+    ),
     "kimi-linear": ("kimi_linear", {}),
     "bailing-hybrid": ("bailing_hybrid", {}),
     "qwen3.5-moe": ("qwen3_5_moe_text", _OF_DELTA_RULE),

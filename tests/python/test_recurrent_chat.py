@@ -15,7 +15,9 @@ from test_recurrent_programs import _model
 WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
 
-CASES = ["qwen3.5-cpu", "lfm3-window-mlx", *(["lfm2-cpu", "lfm3-window-cpu"] if EVERYTHING else [])]
+_LONG = ["lfm2-cpu", "lfm3-window-cpu", "lfm3-window-mlx", "minimax-cpu"]
+# Layers of MiniMax have a window or a recurrence.
+CASES = ["qwen3.5-cpu", "minimax-mlx", *(_LONG if EVERYTHING else [])]
 
 pytestmark = pytest.mark.long
 

@@ -139,7 +139,7 @@ def test_without_a_step_they_are_those_of_transformers():
             assert torch.equal(step(ids, torch.arange(9)), expected)
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba"])
+@pytest.mark.parametrize("family", ["jamba", "mamba", "falcon_mamba", "recurrent_gemma", "zamba"])
 def test_states_of_other_kinds_are_refused(family):
     assert not recurrent.is_supported(tiny_families.config(family))
 

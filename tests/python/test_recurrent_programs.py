@@ -32,7 +32,7 @@ _FAMILIES = {
 }
 _LONG = [
     *("qwen3-next", "olmo-hybrid", "olmo-hybrid-positive", "granite-4", "nemotron-h", "falcon-h1-norm", "bamba"),
-    *("lfm3", "mamba-2", "falcon-h1"),
+    *("lfm3", "mamba-2", "falcon-h1", "minimax"),
 ]
 CASES = [
     (name, backend)

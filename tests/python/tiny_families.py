@@ -78,10 +78,12 @@ _TINY = {name: size for size, names in _SIZES.items() for name in names}
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOW_FIRST = ["sliding_attention", "full_attention"]
+_MIX = ["linear_attention", "full_attention"]
 
 _OWN: dict[str, dict[str, Any]] = {
     **{name: {"pad_token_id": 1} for name in ("camembert", "data2vec-text", "prophetnet", "roberta", "roc_bert")},
     **{name: {"pad_token_id": 1} for name in ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": _WINDOW_FIRST, "rope_parameters": dict.fromkeys(_WINDOW_FIRST, _ROPE)},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -93,9 +95,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [128] * LAYERS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "granitemoehybrid": {"layer_types": _MIX},
     **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 12, "attention_hidden_size": 128, "attention_head_dim": 32},
@@ -106,11 +113,20 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 _DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0}
-_MIX = ["linear_attention", "full_attention"]
 _IN_TURN = ["sliding_attention", "full_attention"] * 2
+
+_SCALED = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16},
+    **{"max_position_embeddings": 256, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "llama_4_scaling_beta": 0.3,
+}
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere, norms of heads": ("cohere", {"use_qk_norm": True}),
+    "deepseek_v3, groups of experts": (
+        "deepseek_v3",
+        {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
     "falcon_h1, norms": ("falcon_h1", {"mamba_rms_norm": True}),
     "gemma3n_text, sparse": (
         "gemma3n_text",
@@ -135,17 +151,19 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
-    "granitemoehybrid, dense": ("granitemoehybrid", {**_DENSE, "layer_types": _MIX}),
+    "granitemoehybrid, dense": ("granitemoehybrid", _DENSE),
     "granitemoehybrid, rotary": (
         "granitemoehybrid",
         {**_DENSE, "layer_types": ["full_attention"] * LAYERS, "position_embedding_type": "rope"},
     ),
-    "qwen3_5_text, mixed": ("qwen3_5_text", {"layer_types": _MIX}),
+    "minimax, windows": ("minimax", {"sliding_window": 24}),
     "llama4_text, scaled queries": (
         "llama4_text",
         {"no_rope_layers": [0, 1], "layer_types": ["full_attention", "chunked_attention"], "floor_scale": 8},
     ),
-    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
+    "ministral3, scaled queries": ("ministral3", {"rope_parameters": _SCALED}),
+    "mistral4, scaled queries": ("mistral4", {"rope_parameters": _SCALED}),
+    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1]}),
 }
 """Variants of families that published models use -> the family, and changes to its tiny configuration."""
 
@@ -195,4 +213,18 @@ def _shrunk(cls: Any, **changes: Any) -> Any:
         part = getattr(default, name, None)
         if part is not None:
             given[name] = _shrunk(type(part)).to_dict()
-    return cls(**{**given, **_OWN.get(default.model_type, {}), **changes})
+    own = _OWN.get(default.model_type, {})
+    return cls(**{**given, **_kinds(entries), **own, **changes})
+
+
+def _kinds(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with one layer of each kind that the layers of a default configuration have."""
+    given: dict[str, Any] = {}
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = list(dict.fromkeys(entries.get(name) or []))
+        if len(kinds) > 1:
+            given[name] = kinds
+    lists = [len(kinds) for kinds in given.values()]
+    layers = max([LAYERS, *lists])
+    given = {name: kinds + kinds[-1:] * (layers - len(kinds)) for name, kinds in given.items()}
+    return given | ({"num_hidden_layers": layers} if layers > LAYERS else {})

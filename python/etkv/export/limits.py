@@ -88,7 +88,7 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
         raise EtkvError(
             f"model family {config.model_type!r} has layers of kind {other!r}; the exporter supports attention to all "
             "earlier tokens, to a sliding window or to chunks, and recurrent layers: short convolutions, the gated "
-            "delta rule and Mamba-2"
+            "delta rule, Mamba-2 and lightning attention"
         )
 
 

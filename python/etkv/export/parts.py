@@ -18,6 +18,7 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
             calls.setdefault(str(node.target), []).append(node)
     plain, extended = (calls.get(f"kvcache.update_and_attend.{name}", []) for name in ("default", "sinks"))
     scans = calls.get("kvcache.update_and_scan.default", [])
+    constants = _of_weights(traced)
     reaches = set(zip(layout.windows, layout.chunks, strict=True))
     sizes = zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)
     found = {
@@ -31,7 +32,8 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
         "layers that share keys and values": len(plain) + len(extended) > len(layout.windows),
         "sizes by layer": any(len(set(each)) > 1 for each in (layout.kv_heads, layout.head_dims, layout.v_head_dims)),
         "convolutions": "kvcache.update_and_convolve.default" in calls,
-        "Mamba-2": any(node.args[4] is None for node in scans),
+        "Mamba-2": any(node.args[4] is None and node.args[3] not in constants for node in scans),
+        "lightning attention": any(node.args[3] in constants for node in scans),
         "gated delta rule": any(node.args[4] is not None and _n_axes(node.args[3]) == 3 for node in scans),
         "delta rule with a decay of each channel": any(_n_axes(node.args[3]) == 4 for node in scans),
         "experts": any("gather_mm" in name or "gather_qmm" in name or "experts" in name for name in calls),
@@ -46,3 +48,17 @@ def _argument(node: Any, index: int, name: str) -> Any:
 def _n_axes(node: Any) -> int:
     axes: int = node.meta["val"].dim()
     return axes
+
+
+def _of_weights(traced: ExportedProgram) -> set[Any]:
+    """Return the nodes with tensors that are computed from weights alone."""
+    import torch
+
+    found: set[Any] = set()
+    inputs = set(traced.graph_signature.user_inputs)
+    for node in traced.graph.nodes:
+        # Sizes do not count: a decay that is repeated for each token is constant.
+        tensors = [of for of in node.all_input_nodes if not isinstance(of.meta.get("val"), torch.SymInt)]
+        if node.name not in inputs and all(of in found for of in tensors):
+            found.add(node)
+    return found

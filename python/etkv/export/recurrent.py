@@ -3,7 +3,8 @@
 In transformers, such a layer is a module with projections and norms. The module calls functions that all families
 share: a causal convolution, the gated delta rule (with a decay for each head, or for each channel), and the scan of
 Mamba-2. A layer is recognised by the functions that it calls. Only these functions are replaced; the rest of the
-module is unchanged. So a family needs no code here, unless its layers call another function.
+module is unchanged. So a family needs no code here, unless its layers call another function. The lightning attention
+of MiniMax calls none: its whole ``forward`` is replaced.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _CONVOLUTION = "causal_conv1d_fn"
 _RECURRENCES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 """The names of the functions of transformers that are replaced."""
 
-_NEEDS = {"update_conv_state": (_CONVOLUTION,), "update_recurrent_state": _RECURRENCES}
-"""Method of transformers' caches -> functions. A module that calls the method must also call one of the functions."""
+_NEEDS = {"update_conv_state": (_CONVOLUTION,), "update_recurrent_state": _RECURRENCES, "set_linear_cache": ()}
+"""Method of transformers' caches -> functions. A module that calls the method must also call one of the functions, or
+be one of :data:`_FORWARDS`.
+"""
 
 
 class _Ids:
@@ -83,7 +86,7 @@ def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
         if needed:
             found.append(module)
         for functions in needed:
-            if not calls.intersection(functions):
+            if not calls.intersection(functions) and type(module).__name__ not in _FORWARDS:
                 raise ValueError(f"{name}: the cache has no op for the state of {type(module).__name__}")
     return found
 
@@ -121,6 +124,8 @@ def take(model: torch.nn.Module) -> None:
         _replace(sys.modules[type(module).__module__])
         if not hasattr(module, "etkv_recurrent"):
             setattr(module, "etkv_recurrent", _Ids())  # noqa: B010 (a module's types lack it)
+            if (own := _FORWARDS.get(type(module).__name__)) is not None:
+                module.forward = _either(module.forward, functools.partial(own, module))
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave)
 
@@ -285,6 +290,22 @@ def _mamba2(
     return made if D is None else made + D.unsqueeze(-1) * x
 
 
+def _lightning(
+    module: Any, ids: _Ids, hidden_states: torch.Tensor, *arguments: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute lightning attention of ``[1, T, hidden]``: linear attention with a constant decay for each head."""
+    import torch
+
+    heads, head_dim = module.num_attention_heads, module.head_dim
+    tokens = hidden_states.shape[1]
+    rows = module.act_fn(module.qkv_proj(hidden_states)).reshape(1, tokens, heads, 3 * head_dim)
+    query, key, value = torch.split(rows, head_dim, dim=-1)
+    decay = -module.slope_rate.reshape(1, 1, heads).float().expand(1, tokens, heads)
+    made = _scan(ids, query, key, value, decay, None, 1.0, hidden_states.dtype)
+    made = module.norm(made.reshape(1, tokens, heads * head_dim))
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * made), None
+
+
 def _scan(
     ids: _Ids,
     q: torch.Tensor,
@@ -341,3 +362,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
 }
 """Names of transformers' functions -> their replacements."""
+
+_FORWARDS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
+"""Names of transformers' modules -> the replacements of their ``forward``."""
