@@ -94,7 +94,7 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -103,14 +103,14 @@ DELTA_KEYS = {
     ".ssm.state_size": 16,
     ".ssm.group_count": 2,
     ".ssm.time_step_rank": 4,
-    ".ssm.inner_size": 96,
+    ".ssm.inner_size": 128,
     ".full_attention_interval": 2,
 }
 QWEN_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
 }
 
 CASES: dict[str, Case] = {

@@ -381,6 +381,10 @@ def read(file):
     return model
 
 
+BY_ELEMENTS = ("deepseek2", "deepseek2, softmax")
+"""Cases whose matrix that expands latents is stored as two tensors, of which one is transposed."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
     import torch
@@ -392,3 +396,30 @@ def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
     original = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32, attn_implementation="eager")
     expected = logits(original)
     np.testing.assert_allclose(logits(read(file)), expected, rtol=1e-3, atol=1e-3 * expected.std())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integers_stand_for_the_weights(folder, tmp_path, name):
+    """Quantized matrices are read as integers and scales, whatever the order of their rows or columns in a file."""
+    architecture, model_type, settings, keys, tensors = CASES[name]
+    file = tiny_gguf.write(
+        folder(model_type, settings),
+        tmp_path / "x.gguf",
+        architecture=architecture,
+        keys=keys,
+        tensors=tensors,
+        quantize="Q8_0",
+    )
+    origin = source.find(file)
+    stored = read_weights(origin.opened, source.read_config(origin))
+    quantized = {name: weight for name, weight in stored.items() if weight.is_quantized and len(weight.shape) > 1}
+    assert quantized
+    for parameter, weight in quantized.items():
+        groups, values = weight.groups(), weight.read()
+        if parameter.endswith("kv_b_proj.weight") and name in BY_ELEMENTS:
+            assert groups is None
+            continue
+        assert groups is not None, parameter
+        # The matrices of GPT-2 are transposed, and so are those of some experts.
+        orders = (values, values.swapaxes(-1, -2))
+        assert any(groups.values().equal(order.reshape(groups.codes.shape)) for order in orders), parameter

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import published_packers as packers
+import test_gguf_architectures
 import test_published
 import tiny_gguf
 from etkv.export import ExportRequest, Progress, experts, export_program, lowering, packing, source
@@ -44,6 +45,8 @@ def folders(tiny, tmp_path_factory):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OF_ATTENTION = 8
+
+folder = test_gguf_architectures.folder
 """The number of attention matrices in tiny-llama."""
 
 CASES = {
@@ -187,6 +190,34 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
     # Kept matrices are those of both products, of attention, the embedding that the head shares, and the router.
     assert len(read) == 2
     assert (made.kept, made.repacked) == (8, 0)
+    assert all(torch.equal(values, meant[name]) for name, values in read.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "quantize"),
+    [
+        ("gpt-oss", "MXFP4", "8w"),
+        ("gpt-oss", "Q4_0", "4w"),
+        ("llama4", "Q4_0", "4w"),
+        ("qwen3next", "Q4_1", "4w"),
+        ("qwen35", "Q4_0", "4w"),
+        ("qwen35moe", "Q8_0", "8w"),
+    ],
+)
+def test_matrices_of_gguf_files_in_another_order_are_kept(folder, tmp_path, name, kind, quantize):
+    """A file has rows or columns of experts, or of heads, in another order than transformers."""
+    architecture, family, settings, keys, tensors = test_gguf_architectures.CASES[name]
+    file = tiny_gguf.write(
+        folder(family, settings),
+        tmp_path / "x.gguf",
+        architecture=architecture,
+        keys=keys,
+        tensors=tensors,
+        quantize=kind,
+    )
+    read, meant, made = _experts(file, tmp_path, quantize)
+    assert made.repacked == 0
+    assert made.kept > 0
     assert all(torch.equal(values, meant[name]) for name, values in read.items())
 
 

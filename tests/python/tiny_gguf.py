@@ -60,7 +60,7 @@ def write(
     ``pre_tokenizer`` is the name of the pre-tokenizer in the file. ``keys`` and ``tensors`` are added, and replace
     existing ones. A key with a leading dot belongs to the architecture. ``None`` omits a key or a tensor.
     ``tensors_of_a_part`` splits the model into parts with that many tensors, with llama.cpp's file names. ``quantize``
-    is the format of matrices.
+    is the format of matrices whose rows have a multiple of 32 elements.
     """
     import gguf
 
@@ -74,7 +74,7 @@ def write(
             add(writer, key, value)
     for name, weight in {**_weights(folder, config, architecture), **(tensors or {})}.items():
         values = np.ascontiguousarray(weight, dtype=np.float32)
-        if quantize is None or values.ndim == 1:
+        if quantize is None or values.ndim == 1 or values.shape[-1] % 32:
             writer.add_tensor(name, values)
         else:
             kind = gguf.GGMLQuantizationType[quantize]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,11 +26,15 @@ def joined(parts: Sequence[Any], config: Any) -> Any:
 class Rule:
     """A rule for a parameter. ``pattern`` matches the part of the parameter's name after the layer's name.
     ``sources`` are the parameter's tensors in the layer's block. ``make`` computes the values.
+
+    ``orders`` says what ``make`` reorders: the rows of the tensors, which are the first or the last axes of the
+    parameter; the columns of a tensor; or elements (anything else).
     """
 
     pattern: str
     sources: tuple[str, ...]
     make: Make = joined
+    orders: Literal["rows", "columns", "elements"] = "rows"
 
 
 def _flat(parts: Sequence[Any], config: Any) -> Any:
@@ -107,10 +111,10 @@ _EXPERTS = (
 """Names of experts' weights that the ``gguf`` package does not map."""
 
 _MAMBA = (
-    Rule(r"(mamba|mixer)\.A_log", ("ssm_a",), _logarithm),
+    Rule(r"(mamba|mixer)\.A_log", ("ssm_a",), _logarithm, "elements"),
     Rule(r"(mamba|mixer)\.D", ("ssm_d",), _flat),
     Rule(r"(mamba|mixer)\.dt_bias", ("ssm_dt.bias",)),
-    Rule(r"(mamba|mixer)\.conv1d\.weight", ("ssm_conv1d.weight",), _channels),
+    Rule(r"(mamba|mixer)\.conv1d\.weight", ("ssm_conv1d.weight",), _channels, "elements"),
     Rule(r"(mamba|mixer)\.conv1d\.bias", ("ssm_conv1d.bias",)),
     Rule(r"(mamba|mixer)\.in_proj\.weight", ("ssm_in.weight",)),
     Rule(r"(mamba|mixer)\.out_proj\.weight", ("ssm_out.weight",)),
@@ -135,9 +139,9 @@ _DELTA = (
 
 _NEXT = (
     *_DELTA,
-    Rule(r"linear_attn\.A_log", ("ssm_a",), _logarithm),
+    Rule(r"linear_attn\.A_log", ("ssm_a",), _logarithm, "elements"),
     Rule(r"linear_attn\.dt_bias", ("ssm_dt.bias",)),
-    Rule(r"linear_attn\.conv1d\.weight", ("ssm_conv1d.weight",), _channels),
+    Rule(r"linear_attn\.conv1d\.weight", ("ssm_conv1d.weight",), _channels, "elements"),
     Rule(r"linear_attn\.out_proj\.weight", ("ssm_out.weight",)),
     Rule(r"linear_attn\.in_proj_ba\.weight", ("ssm_ba.weight",)),
     Rule(r"linear_attn\.in_proj_qkvz\.weight", ("attn_qkv.weight", "attn_gate.weight"), _by_key_head),
@@ -145,7 +149,12 @@ _NEXT = (
 
 _QWEN35 = (
     *_DELTA,
-    Rule(r"linear_attn\.A_log", ("ssm_a",), lambda parts, config: _grouped(_logarithm(parts, config), config, 1)),
+    Rule(
+        r"linear_attn\.A_log",
+        ("ssm_a",),
+        lambda parts, config: _grouped(_logarithm(parts, config), config, 1),
+        "elements",
+    ),
     Rule(r"linear_attn\.dt_bias", ("ssm_dt.bias",), lambda parts, config: _grouped(parts[0], config, 1)),
     Rule(
         r"linear_attn\.conv1d\.weight",
@@ -156,6 +165,7 @@ _QWEN35 = (
         r"linear_attn\.out_proj\.weight",
         ("ssm_out.weight",),
         lambda parts, config: _grouped(parts[0], config, config.linear_value_head_dim, axis=1),
+        "columns",
     ),
     Rule(r"linear_attn\.in_proj_qkv\.weight", ("attn_qkv.weight",), _grouped_values),
     Rule(
@@ -171,7 +181,7 @@ _POST_NORM = Rule(r"post_attention_layernorm\.weight", ("post_attention_norm.wei
 
 _RULES: dict[str, tuple[Rule, ...]] = {
     "deepseek2": (
-        Rule(r"self_attn\.kv_b_proj\.weight", ("attn_k_b.weight", "attn_v_b.weight"), _latents),
+        Rule(r"self_attn\.kv_b_proj\.weight", ("attn_k_b.weight", "attn_v_b.weight"), _latents, "elements"),
         Rule(r"self_attn\.kv_b_proj\.weight", ("attn_kv_b.weight",)),
     ),
     "falcon-h1": _MAMBA,
@@ -201,8 +211,8 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         Rule(r"shared_mlp\.output_linear\.weight", ("ffn_down_shexp.weight",)),
         Rule(r"shared_mlp\.output_linear\.weight", ("ffn_down.weight",)),
     ),
-    "lfm2": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels),),
-    "lfm2moe": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels),),
+    "lfm2": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels, "elements"),),
+    "lfm2moe": (Rule(r"conv\.conv\.weight", ("shortconv.conv.weight",), _channels, "elements"),),
     "llama4": (
         Rule(r"experts\.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _transposed_halves),
         Rule(r"experts\.down_proj", ("ffn_down_exps.weight",), _transposed),
@@ -235,5 +245,5 @@ def rules(architecture: str, name: str) -> list[Rule]:
     for rule in (*_RULES.get(architecture, ()), *_EXPERTS):
         match = re.fullmatch(rf"(?:.*\.)?(?:{rule.pattern})", name)
         if match is not None:
-            found.append(Rule(rule.pattern, tuple(match.expand(source) for source in rule.sources), rule.make))
+            found.append(replace(rule, sources=tuple(match.expand(source) for source in rule.sources)))
     return found

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from etkv.export.published.fp4 import floats
+from etkv.export.published.packing import power_scales
 from etkv.export.published.weight import Groups, Nested
 
 _GROUP = 32
@@ -82,7 +84,14 @@ def _super(blocks: Any, has_fifths: bool) -> Groups:
     return Groups(_flat(codes), _flat(whole * scales), None, biases=_flat(-(least * minima)), nested=nested)
 
 
+def _powers(blocks: Any) -> Groups:
+    """Decode MXFP4: the exponent of a power of two, and 4-bit floats."""
+    scales = power_scales(torch.from_numpy(blocks[..., 0]))
+    return floats(_flat(_nibbles(blocks[..., 1:], None)), scales)
+
+
 FORMATS: dict[str, tuple[int, Callable[[Any], Groups]]] = {
+    "MXFP4": (17, _powers),
     "Q4_0": (18, lambda blocks: _symmetric(blocks, False)),
     "Q4_1": (20, lambda blocks: _shifted(blocks, False)),
     "Q4_K": (144, lambda blocks: _super(blocks, False)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ class _Weight(Weight):
         return torch.from_numpy(self.reader.read(self.name, self.sources, self.shape))
 
     def groups(self) -> Groups | None:
-        """Return integers and scales if the weight is one quantized tensor with the same rows."""
+        """Return integers and scales, if the weight has the rows or the columns of quantized tensors."""
         return self.reader.groups(self.name, self.sources, self.shape)
 
     @property
@@ -129,34 +130,33 @@ class _Reader:
         return any(tensor.kind not in _FLOATS for tensor in tensors)
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
-        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none.
+        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none, or has
+        them in an order in which groups of columns do not stay together.
 
         The rows of all experts are one matrix.
         """
-        rule = self._rule(name)
-        is_part = not sources or _PROJECTION.fullmatch(name) is not None
-        if is_part or (rule is not None and rule.make is not layouts.joined):
-            return None
         tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
-        if len(tensors) != len(sources) or not all(tensor.kind in packed.FORMATS for tensor in tensors):
+        is_packed = tensors and all(tensor.kind in packed.FORMATS for tensor in tensors)
+        if not is_packed or len(tensors) != len(sources):
             return None
-        parts = [packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors]
-        if len(shape) == 2 and len(parts) == 1:
-            if self._file.architecture == "gpt2":
-                # GPT-2 in transformers has transposed weights, but packed weights have the layout of the file.
-                return parts[0]
-
-            def arranged(matrix: torch.Tensor) -> torch.Tensor:
-                return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))
-
-            return parts[0].rows(arranged)
-        experts = shape[0] if len(shape) == 3 else 1
-        of_experts = [
-            part.rows(lambda matrix, expert=expert: matrix.unflatten(0, (experts, -1))[expert])  # type: ignore[misc]
-            for expert in range(experts)
-            for part in parts
-        ]
-        return joined(of_experts)
+        rule = self._rule(name)
+        if rule is not None and rule.orders == "elements":
+            return None
+        found = joined([packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors])
+        if found is None:
+            return None
+        if rule is not None and rule.orders == "columns":
+            order = rule.make([np.arange(tensor.shape[-1])[None] for tensor in tensors], self._config)
+            return found.columns(torch.from_numpy(order.ravel()))
+        # Arrange the numbers of the rows as `read` arranges their values.
+        numbers = np.split(
+            np.arange(len(found.codes)), np.cumsum([math.prod(part.shape[:-1]) for part in tensors])[:-1]
+        )
+        rows = [part.reshape(*tensor.shape[:-1], 1) for part, tensor in zip(numbers, tensors, strict=True)]
+        made = rows[0] if rule is None else rule.make(rows, self._config)
+        order = torch.from_numpy(self._reordered(name, sources[0], made).ravel())
+        is_same = torch.equal(order, torch.arange(len(found.codes)))
+        return found if is_same else found.rows(lambda matrix: matrix[order])
 
     def check_there(self, name: str, sources: list[str]) -> None:
         """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, unless it is a bias, which is zero."""

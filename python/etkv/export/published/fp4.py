@@ -26,8 +26,12 @@ def groups_of(packed: torch.Tensor, scales: torch.Tensor) -> Groups:
 
     The lower half of a byte comes first. ``scales`` is float32 ``[rows, groups]``.
     """
+    return floats(torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1), scales)
+
+
+def floats(halves: torch.Tensor, scales: torch.Tensor) -> Groups:
+    """Return the floats whose bits are the numbers of ``halves``, uint8 ``[rows, columns]``, as integers."""
     table = torch.tensor([_ZERO + sign * double for sign in (1, -1) for double in _DOUBLED], dtype=torch.uint8)
-    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     return Groups(table[halves.int()], scales / 2, torch.full_like(scales, _ZERO))
 
 

@@ -132,6 +132,21 @@ class Groups:
         nested = None if self.nested is None else Nested(*map(arranged, self.nested.all()))
         return replace(self, **made, nested=nested)
 
+    def columns(self, order: torch.Tensor) -> Groups | None:
+        """Return the groups with column ``order[i]`` as column ``i``; ``None`` if that would divide a group.
+
+        Groups must be contiguous columns.
+        """
+        size = self.codes.shape[1] // self.scales.shape[1]
+        first = order[::size]
+        if self.order is not None or not torch.equal(order, (first.unsqueeze(1) + torch.arange(size)).flatten()):
+            return None
+        groups = first // size
+        parts = {"scales": self.scales, "zeros": self.zeros, "biases": self.biases}
+        made = {name: part[:, groups] for name, part in parts.items() if part is not None}
+        # Eight groups share the factors, and they may be apart now.
+        return replace(self, codes=self.codes[:, order], **made, nested=None)
+
 
 def joined(parts: Sequence[Groups]) -> Groups | None:
     """Concatenate the rows of ``parts``; return ``None`` if their groups have different layouts."""
