@@ -18,17 +18,14 @@ from reference import EVERYTHING
 pytestmark = pytest.mark.long
 
 SHORT = {
-    # Families with their own masks, or without attention.
+    # A family with its own mask.
     ("doge", "mlx"): "refused",
-    ("rwkv", "mlx"): "refused",
     # A family whose sizes differ between layers.
     ("gemma4_text", "mlx"): "equal",
     # A family whose delegates would form a cycle, and with constants of a distribution.
     ("gemma3n_text, sparse", "cpu"): "equal",
     # A family that scales queries by their positions.
     ("llama4_text, scaled queries", "cpu"): "equal",
-    # A family with a router that scatters.
-    ("glm4_moe", "mlx"): "equal",
 }
 """Cases that run in `make test` -> their outcomes."""
 

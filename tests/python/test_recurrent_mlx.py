@@ -16,15 +16,15 @@ from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
 from runners import only_long
 
+
+def _long(*names: str) -> list:
+    return [pytest.param(name, marks=[pytest.mark.long, only_long]) for name in names]
+
+
 FAMILIES = [
-    "lfm2",
-    "qwen3.5",
-    "mamba-2",
-    "granite-4",
-    *(
-        pytest.param(name, marks=[pytest.mark.long, only_long])
-        for name in ("qwen3-next", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba", "lfm3", "zamba2", "qwen3.5-moe")
-    ),
+    *("qwen3.5", "granite-4"),
+    *_long("lfm2", "mamba-2", "qwen3-next", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba", "lfm3", "zamba2"),
+    *_long("qwen3.5-moe"),
 ]
 
 CHUNK, PROMPT, DECODED = 100, 150, 64
@@ -90,7 +90,7 @@ def test_ids_are_those_of_transformers(name, exported):
     assert text[PROMPT:] == whole[PROMPT - 1 : -1].argmax(dim=1).tolist()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["qwen3.5", *_long("lfm2")])
 def test_the_host_chooses_how_it_decodes(name, exported):
     """The ids are the same with only the last row, with ids that the device chooses, and with interpreted steps."""
     path, model = exported(name)
@@ -103,7 +103,7 @@ def test_the_host_chooses_how_it_decodes(name, exported):
     assert answers[0] == whole[len(prompt) - 1 : -1].argmax(dim=1).tolist()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba-2"])
+@pytest.mark.parametrize("name", ["qwen3.5", *_long("lfm2", "mamba-2")])
 def test_a_text_is_cut_and_goes_on_otherwise(name, exported):
     path, model = exported(name)
     text = ids(100)
@@ -115,7 +115,7 @@ def test_a_text_is_cut_and_goes_on_otherwise(name, exported):
         close(program.forward(other[81:], range(81, 121)), expected(model, other)[81:])
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba-2"])
+@pytest.mark.parametrize("name", ["qwen3.5", *_long("lfm2", "mamba-2")])
 def test_a_fork_and_its_origin_run_in_one_step(name, exported):
     path, model = exported(name)
     texts = [ids(75), ids(61) + ids(14, 41)]
@@ -134,7 +134,7 @@ def test_a_fork_and_its_origin_run_in_one_step(name, exported):
             close(rows[number::2], expected(model, text)[69:])
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-4"])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-4", *_long("lfm2")])
 def test_a_batch_of_prompts_and_answers(name, exported):
     """Four prompts of different lengths share steps. Greedy ids follow in steps of four tokens."""
     path, model = exported(name)
@@ -156,7 +156,7 @@ def test_a_batch_of_prompts_and_answers(name, exported):
             assert text[length:] == whole[length - 1 : -1].argmax(dim=1).tolist()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-4"])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-4", *_long("lfm2")])
 def test_a_tree_of_candidates(name, exported):
     path, model = exported(name)
     prompt, parents = ids(62), [-1, -1, 0, 0, 2, 4, 1]

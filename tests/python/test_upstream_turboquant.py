@@ -19,14 +19,14 @@ import etkv
 import reference
 import upstream_programs
 from etkv import _mlx_serialization
-from reference import EVERYTHING
+from runners import only_long
 from upstream_programs import CONTEXT, Export, gemma4_31b
 from upstream_runs import DECODE, PROMPT, prompt
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, only_long]
 
 CODED, PLAIN = gemma4_31b("--turboquant"), gemma4_31b()
-RAN = [CODED, PLAIN] if EVERYTHING else [CODED]
+RAN = [CODED, PLAIN]
 
 STEP = 20
 """Number of tokens in a step of the prompt. The program returns only the logits of a step's last token."""
