@@ -20,6 +20,10 @@ interleaved, so that a vector register gets one element of each row.
     ``[tiles, in / group / 8, bytes]``. Eight groups have 16 factors of scales and 16 factors of biases in float16, and
     each group has 16 bytes of scales, 16 bytes of biases, and its codes.
 
+``fp4``
+    The same as ``int4`` with 4-bit floats (E2M1) as codes, as in ``mxfp4``. A weight is its scale times twice the value
+    of its code.
+
 The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
 gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
 """
@@ -69,8 +73,16 @@ _NUMBERS = {
 }
 """Suffix of a format's name -> the numbers of a group. Formats with the same ``n`` are in the order of their size."""
 
-_INTEGERS = {f"int{bits}{end}": (bits, numbers) for bits in (8, 4) for end, numbers in _NUMBERS.items()}
-"""Format of integers -> the bits of a weight, and the numbers of a group."""
+_FP4 = "fp4"
+
+_DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12]
+"""Twice the magnitudes of E2M1. The highest of the four bits is the sign."""
+
+_INTEGERS = {
+    **{f"int{bits}{end}": (bits, numbers) for bits in (8, 4) for end, numbers in _NUMBERS.items()},
+    _FP4: (4, _NUMBERS[""]),
+}
+"""Format with groups -> the bits of a weight, and the numbers of a group."""
 
 _PART = 1 << 18
 """Number of weights that are packed at once."""
@@ -113,8 +125,8 @@ class WeightFormat:
 
     @property
     def offset(self) -> int:
-        """Return the code that stands for zero."""
-        return 1 << (self._bits - 1)
+        """Return the number that stands for zero; 0 for floats of 4 bits."""
+        return 0 if self.name == _FP4 else 1 << (self._bits - 1)
 
     def shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Return the shape of a packed matrix ``[rows, columns]``.
@@ -138,10 +150,10 @@ class WeightFormat:
         """Return the packed ``matrix``, ``[out, in]``.
 
         Raises :class:`ValueError` if a weight is not finite, if a row is not a multiple of the group size, or if the
-        format has biases: only published weights have biases.
+        format has biases or floats: only published weights have them.
         """
-        if self.group_size and self._numbers.n > 1:
-            raise ValueError(f"cannot quantize weights to {self.name}: only published weights have its biases")
+        if self.group_size and (self._numbers.n > 1 or self.name == _FP4):
+            raise ValueError(f"cannot quantize weights to {self.name}: only published weights have this format")
         packed = torch.empty(self.shape(*matrix.shape), dtype=self.dtype)
         # Pack in parts that fit a core's cache.
         step = max(1, _PART // (ROWS * matrix.shape[1]))
@@ -213,12 +225,35 @@ class WeightFormat:
             codes = torch.stack([codes & 15, codes >> 4], dim=4).permute(0, 3, 1, 2, 4, 5)
         else:
             codes = codes.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
-        weights = codes.flatten(3).float()
+        weights = codes.flatten(3)
+        weights = _doubles()[weights.int()] if self.name == _FP4 else weights.float()
         if biases:
             weights = weights * scales.unsqueeze(3) + biases[0].unsqueeze(3)
         else:
             weights = (weights - self.offset) * scales.unsqueeze(3)
         return weights.flatten(2).flatten(0, 1)
+
+
+def _doubles() -> Tensor:
+    """Return twice the value of each 4-bit float."""
+    return torch.tensor([*_DOUBLED, *(-double for double in _DOUBLED)], dtype=torch.float32)
+
+
+def floats_of(doubles: Tensor, group_size: int, scales: Tensor) -> tuple[Tensor, WeightFormat] | None:
+    """Return weights, which are ``doubles`` times float32 ``scales``, as codes of ``fp4``, and the format.
+
+    ``doubles`` are integers. Return None if one is not twice the value of a 4-bit float, or if a scale is not exact in
+    bfloat16.
+    """
+    table = torch.full((2 * _DOUBLED[-1] + 1,), 255, dtype=torch.uint8)
+    for code in range(15, -1, -1):
+        table[int(_doubles()[code]) + _DOUBLED[-1]] = code
+    if not torch.equal(scales.bfloat16().float(), scales):
+        return None
+    if int(doubles.abs().max()) > _DOUBLED[-1]:
+        return None
+    codes = table[(doubles + _DOUBLED[-1]).int()]
+    return None if int(codes.max()) == 255 else (codes, WeightFormat(_FP4, group_size))
 
 
 def _bytes(numbers: Tensor) -> Tensor:

@@ -50,10 +50,13 @@ def _blocks(kind: str) -> Groups:
     """Return random blocks of a format of GGUF. The numbers in float16 are at their beginning."""
     size, _ = packed.FORMATS[kind]
     per_block = 256 if kind.endswith("_K") else 32
+    n_floats = {"MXFP4": 0, "Q8_0": 1}.get(kind, 2)
     generator = np.random.default_rng(3)
     blocks = generator.integers(0, 256, (ROWS, COLUMNS // per_block, size), dtype=np.uint8)
-    halves = generator.normal(0, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
-    blocks[..., :4] = halves.view(np.uint8)
+    halves = generator.normal(0, 0.01, (*blocks.shape[:2], n_floats)).astype(np.float16)
+    blocks[..., : 2 * n_floats] = halves.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(110, 130, blocks.shape[:2])
     return packed.groups(blocks.reshape(ROWS, -1), kind)
 
 
@@ -84,6 +87,8 @@ FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
     # The product of a zero point and a float32 scale would be rounded.
     "zeros and float32": (lambda: _with_zeros("float32", 4, 32), 4, None, 0),
     "biases": (lambda: _with_biases("bfloat16"), 4, "int4_bfloat16_biased", 64),
+    "MXFP4": (lambda: _blocks("MXFP4"), 4, "fp4", 32),
+    "MXFP4 in 8 bits": (lambda: _blocks("MXFP4"), 8, "fp4", 32),
     "Q4_1": (lambda: _blocks("Q4_1"), 4, "int4_float16_biased", 32),
     "Q5_1": (lambda: _blocks("Q5_1"), 8, "int8_float16_biased", 32),
     "Q4_K": (lambda: _blocks("Q4_K"), 4, "int4_nested", 32),
@@ -161,13 +166,13 @@ def test_formats_hold_the_numbers_of_a_file(tmp_path, case):
 @pytest.mark.parametrize("case", [case for case, (_, _, name, _) in FORMATS.items() if name])
 def test_a_program_has_the_numbers_of_a_file(outputs, case):
     """The rows of the embedding equal those of the file bit for bit."""
-    make, bits, name, _ = FORMATS[case]
+    make, _, name, _ = FORMATS[case]
     groups = make()
     values, (rows, products) = groups.values(), outputs[case]
     assert torch.equal(rows[0], values)
     if name in _SYMMETRIC:
         # A sum of integers times a scale is rounded once.
-        integers = groups.codes.float() - 2 ** (bits - 1)
+        integers = groups.codes.float() - groups.zeros[0, 0]
         scales = groups.scales.repeat_interleave(COLUMNS // groups.scales.shape[1], 1)
         assert torch.equal(products, (127 * integers * scales).T)
     else:
@@ -306,6 +311,15 @@ def test_experts_of_a_folder_are_kept(tiny, tmp_path, chosen, n_kept):
     for name, values in found.items():
         is_kept = chosen == ".experts." or "down_proj" in name
         assert torch.equal(values, meant.state_dict()[name]) == is_kept
+
+
+@pytest.mark.parametrize("quantize", ["8da4w", "8da8w"])
+def test_experts_in_mxfp4_are_kept(tmp_path, quantize):
+    read, found, meant, made = _packed(test_published.gpt_oss(tmp_path)[0], tmp_path / "made", quantize)
+    assert read
+    assert (made.kept, made.repacked) == (2, 0)
+    assert len(found) == 2
+    assert all(torch.equal(values, meant.state_dict()[name]) for name, values in found.items())
 
 
 def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):

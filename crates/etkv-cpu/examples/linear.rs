@@ -33,6 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("int4 f16", WeightFormat::Int4 { group: 32, scales: Scales::F16 }),
         ("int4 f32", WeightFormat::Int4 { group: 32, scales: Scales::F32 }),
         ("int8", WeightFormat::Int8 { group: 64, scales: Scales::Bf16 }),
+        ("fp4", WeightFormat::Fp4 { group: 32 }),
         ("bfloat16", WeightFormat::Bf16),
     ];
     for (name, format) in formats {

@@ -38,48 +38,34 @@ impl Embedding {
         let (tile, lane) = (row / ROWS, row % ROWS);
         let size = self.format.tile_size(self.width);
         let tile = &weights[tile * size..][..size];
-        match self.format {
-            WeightFormat::F32 => {
-                let (numbers, _) = tile.as_chunks::<4>();
-                let lane = numbers.iter().skip(lane).step_by(ROWS);
+        let Some((codes, group, scales)) = self.format.in_groups() else {
+            if self.format == WeightFormat::F32 {
+                let lane = tile.as_chunks::<4>().0.iter().skip(lane).step_by(ROWS);
                 out.iter_mut().zip(lane).for_each(|(out, x)| *out = f32::from_le_bytes(*x));
-            }
-            WeightFormat::Bf16 => {
-                let (numbers, _) = tile.as_chunks::<2>();
-                let lane = numbers.iter().skip(lane).step_by(ROWS);
+            } else {
+                let lane = tile.as_chunks::<2>().0.iter().skip(lane).step_by(ROWS);
                 out.iter_mut().zip(lane).for_each(|(out, x)| *out = from_bf16(*x));
             }
-            WeightFormat::Int8 { group, scales } => {
-                let zero = if scales.are_biased() { 0.0 } else { 128.0 };
-                each_group(tile, group, scales, ROWS * group, lane, out, |out, quads, weight| {
-                    let (out, _) = out.as_chunks_mut::<4>();
-                    for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
-                        *out = quad.map(|code| weight(f32::from(code) - zero));
-                    }
-                });
+            return;
+        };
+        let zero = if scales.are_biased() { 0.0 } else { f32::from(codes.zero()) };
+        let number = |code| f32::from(codes.number(code)) - zero;
+        let size = ROWS * group * codes.bits() / 8;
+        each_group(tile, group, scales, size, lane, out, |out, quads, weight| {
+            let quads = quads.iter().skip(lane).step_by(ROWS);
+            if codes.bits() == 8 {
+                for (out, quad) in out.as_chunks_mut::<4>().0.iter_mut().zip(quads) {
+                    *out = quad.map(|code| weight(number(code)));
+                }
+                return;
             }
-            WeightFormat::Int4 { group, scales } => {
-                let zero = if scales.are_biased() { 0.0 } else { 8.0 };
-                each_group(
-                    tile,
-                    group,
-                    scales,
-                    ROWS * group / 2,
-                    lane,
-                    out,
-                    |out, quads, weight| {
-                        let (out, _) = out.as_chunks_mut::<8>();
-                        for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS))
-                        {
-                            for (j, &two) in quad.iter().enumerate() {
-                                out[j] = weight(f32::from(two & 15) - zero);
-                                out[4 + j] = weight(f32::from(two >> 4) - zero);
-                            }
-                        }
-                    },
-                );
+            for (out, quad) in out.as_chunks_mut::<8>().0.iter_mut().zip(quads) {
+                for (j, &two) in quad.iter().enumerate() {
+                    out[j] = weight(number(two & 15));
+                    out[4 + j] = weight(number(two >> 4));
+                }
             }
-        }
+        });
     }
 }
 

@@ -50,14 +50,9 @@ impl Tiles {
         let codes = &mut codes[..from.len()];
         // SAFETY: the references are valid, and there are as many codes as numbers.
         unsafe { self.enter(Quantize { from, codes, scale: &mut scale, sum: &mut sum }) };
-        let start = match self.format {
-            WeightFormat::Int8 { scales, .. } | WeightFormat::Int4 { scales, .. }
-                if scales.are_biased() =>
-            {
-                sum
-            }
-            WeightFormat::Int4 { .. } => -8 * sum,
-            _ => -128 * sum,
+        let start = match self.format.in_groups() {
+            Some((codes, _, scales)) if !scales.are_biased() => -i32::from(codes.zero()) * sum,
+            _ => sum,
         };
         (scale, start)
     }
@@ -96,19 +91,18 @@ impl Tiles {
         let size = self.format.tile_size(inputs.columns);
         let weights = weights[tile * size..][..size].as_ptr();
         let (n, out) = (block.n, sums.as_mut_ptr());
-        match self.format {
-            WeightFormat::F32 | WeightFormat::Bf16 => {
+        match self.format.in_groups() {
+            None => {
                 let is_bf16 = self.format == WeightFormat::Bf16;
                 let (columns, inputs) = (inputs.columns, inputs.floats(block));
                 // SAFETY: the weights are those of a tile, and the caller ensures the rest.
                 unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
             }
-            WeightFormat::Int8 { group, scales: stored }
-            | WeightFormat::Int4 { group, scales: stored } => {
+            Some((codes, group, stored)) => {
                 let (scales, starts) = inputs.of_groups(block);
                 let tile = IntegerTile {
                     weights,
-                    is_int4: matches!(self.format, WeightFormat::Int4 { .. }),
+                    codes,
                     stored,
                     n_groups: inputs.n_groups(),
                     group,

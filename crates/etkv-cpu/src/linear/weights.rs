@@ -34,35 +34,80 @@ pub enum WeightFormat {
         /// The type of the scales.
         scales: Scales,
     },
+    /// The same with floats of 4 bits (E2M1), and scales in bfloat16.
+    Fp4 {
+        /// The size of a group, a multiple of 32.
+        group: usize,
+    },
+}
+
+/// The codes of weights in groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Codes {
+    Int8,
+    Int4,
+    Fp4,
+}
+
+/// Twice the values of E2M1, plus [`ZERO`](Codes::zero): the sign is the highest of the four bits.
+pub(crate) const FP4: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+
+impl Codes {
+    /// Returns the bits of a code.
+    pub fn bits(self) -> usize {
+        match self {
+            Self::Int8 => 8,
+            Self::Int4 | Self::Fp4 => 4,
+        }
+    }
+
+    /// Returns the unsigned number that a code stands for.
+    pub fn number(self, code: u8) -> u8 {
+        match self {
+            Self::Int8 | Self::Int4 => code,
+            Self::Fp4 => FP4[usize::from(code)],
+        }
+    }
+
+    /// Returns the number that stands for zero in formats without biases.
+    pub fn zero(self) -> u8 {
+        match self {
+            Self::Int8 => 128,
+            Self::Int4 => 8,
+            Self::Fp4 => 12,
+        }
+    }
 }
 
 impl WeightFormat {
-    /// Returns the size of the groups, or `None` for floats.
-    pub fn group(self) -> Option<usize> {
+    /// Returns the codes, the size of the groups and the type of the scales, or `None` for floats.
+    pub(crate) fn in_groups(self) -> Option<(Codes, usize, Scales)> {
         match self {
             Self::F32 | Self::Bf16 => None,
-            Self::Int8 { group, .. } | Self::Int4 { group, .. } => Some(group),
+            Self::Int8 { group, scales } => Some((Codes::Int8, group, scales)),
+            Self::Int4 { group, scales } => Some((Codes::Int4, group, scales)),
+            Self::Fp4 { group } => Some((Codes::Fp4, group, Scales::Bf16)),
         }
+    }
+
+    /// Returns the size of the groups, or `None` for floats.
+    pub fn group(self) -> Option<usize> {
+        self.in_groups().map(|(_, group, _)| group)
     }
 
     /// Returns the unit of columns: the number of columns of a row must be a multiple of it.
     pub(crate) fn unit(self) -> usize {
-        match self {
-            Self::F32 | Self::Bf16 => 1,
-            Self::Int8 { group, scales } | Self::Int4 { group, scales } => {
-                group * scales.shared().0
-            }
-        }
+        self.in_groups().map_or(1, |(_, group, scales)| group * scales.shared().0)
     }
 
     /// Returns the bytes of a tile whose rows have `columns` elements.
     pub fn tile_size(self, columns: usize) -> usize {
-        match self {
-            Self::F32 => 4 * ROWS * columns,
-            Self::Bf16 => 2 * ROWS * columns,
-            Self::Int8 { group, scales } => in_groups(columns, group, scales, ROWS * group),
-            Self::Int4 { group, scales } => in_groups(columns, group, scales, ROWS * group / 2),
-        }
+        let Some((codes, group, scales)) = self.in_groups() else {
+            return ROWS * columns * if self == Self::F32 { 4 } else { 2 };
+        };
+        let (sharing, factors) = scales.shared();
+        let of_group = scales.size() + ROWS * group * codes.bits() / 8;
+        columns / (sharing * group) * (factors + sharing * of_group)
     }
 
     /// Returns the alignment that the kernels need.
@@ -70,15 +115,9 @@ impl WeightFormat {
         match self {
             Self::F32 => 4,
             Self::Bf16 => 2,
-            Self::Int8 { .. } | Self::Int4 { .. } => 1,
+            Self::Int8 { .. } | Self::Int4 { .. } | Self::Fp4 { .. } => 1,
         }
     }
-}
-
-/// Returns the bytes of a tile. The codes of a group have `codes` bytes.
-fn in_groups(columns: usize, group: usize, scales: Scales, codes: usize) -> usize {
-    let (sharing, factors) = scales.shared();
-    columns / (sharing * group) * (factors + sharing * (scales.size() + codes))
 }
 
 /// Checks that weights in `format` can have rows of this width.
@@ -89,8 +128,7 @@ pub(crate) fn check_width(width: usize, format: WeightFormat) -> Result<()> {
     if !(1..=MAX_SIZE).contains(&width) {
         fail!(Program, "width of rows: expected 1 to {MAX_SIZE}, got {width}");
     }
-    let (WeightFormat::Int8 { group, scales } | WeightFormat::Int4 { group, scales }) = format
-    else {
+    let Some((_, group, scales)) = format.in_groups() else {
         return Ok(());
     };
     if group == 0 || group % 32 != 0 || group > MAX_GROUP {

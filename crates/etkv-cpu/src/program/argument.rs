@@ -129,7 +129,7 @@ pub fn packed<'a>(argument: &Argument<'a>, format: WeightFormat) -> Result<&'a [
     let expected = match format {
         WeightFormat::F32 => FLOAT,
         WeightFormat::Bf16 => BFLOAT16,
-        WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => BYTE,
+        WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } | WeightFormat::Fp4 { .. } => BYTE,
     };
     if !argument.is_tensor() || argument.scalar_type() != expected {
         fail!(

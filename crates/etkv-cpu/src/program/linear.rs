@@ -191,6 +191,7 @@ impl payload::Weights {
             Self::Int4Float16Biased => WeightFormat::Int4 { group, scales: Scales::F16Biased },
             Self::Int4Float32Biased => WeightFormat::Int4 { group, scales: Scales::F32Biased },
             Self::Int4Nested => WeightFormat::Int4 { group, scales: Scales::Nested },
+            Self::Fp4 => WeightFormat::Fp4 { group },
         }
     }
 }

@@ -230,6 +230,7 @@ pub enum Weights {
     Int4Float16Biased,
     Int4Float32Biased,
     Int4Nested,
+    Fp4,
 }
 
 /// What each product of experts has: one value for both in JSON, or a pair.

@@ -13,7 +13,7 @@ import torch
 from etkv.export import packing, parallel
 from etkv.export.cpu import experts
 from etkv.linear_op import embedding, linear
-from etkv.packed_weights import ROWS, WeightFormat, holding
+from etkv.packed_weights import ROWS, WeightFormat, floats_of, holding
 
 if TYPE_CHECKING:
     from etkv.export.published.weight import Groups
@@ -143,6 +143,12 @@ def _stored(groups: Groups, bits: int, size: int) -> tuple[torch.Tensor, list[to
 
     Return None if no format holds the file's weights bit for bit.
     """
+    doubles = groups.signed(5)
+    if doubles is not None and groups.signed(4) is None:
+        # These may be floats of 4 bits, which are halves of integers.
+        found = floats_of(doubles, size, groups.scales)
+        if found is not None:
+            return found[0], [groups.scales], found[1]
     signed = groups.signed(bits)
     if signed is not None:
         codes = (signed.short() + (1 << (bits - 1))).to(torch.uint8)

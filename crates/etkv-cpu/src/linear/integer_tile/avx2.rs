@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::IntegerTile;
+use super::{IntegerTile, FP4, INT8};
 use crate::linear::scales::NESTED;
-use crate::linear::weights::ROWS;
+use crate::linear::weights::{self, ROWS};
 use crate::simd::Avx2;
 
 /// The number of rows of a vector.
@@ -12,22 +12,22 @@ const HALF: usize = ROWS / 2;
 
 /// # Safety
 /// The same as for [`IntegerTile::run`].
-pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+pub(super) unsafe fn run<const CODES: u8>(tile: &IntegerTile) {
     for half in 0..2 {
         // SAFETY: the caller upholds the contract.
         unsafe {
             match tile.n {
-                1 => multiply::<IS_INT4, 1>(tile, half),
-                2 => multiply::<IS_INT4, 2>(tile, half),
-                3 => multiply::<IS_INT4, 3>(tile, half),
-                _ => multiply::<IS_INT4, 4>(tile, half),
+                1 => multiply::<CODES, 1>(tile, half),
+                2 => multiply::<CODES, 2>(tile, half),
+                3 => multiply::<CODES, 3>(tile, half),
+                _ => multiply::<CODES, 4>(tile, half),
             }
         }
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half: usize) {
+unsafe fn multiply<const CODES: u8, const N: usize>(tile: &IntegerTile, half: usize) {
     let mut sums = [_mm256_setzero_ps(); N];
     let (mut weights, mut factors) = (tile.weights, tile.weights);
     let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
@@ -46,21 +46,21 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
             let mut codes = weights.add(half * 4 * HALF);
             let mut dots = [_mm256_setzero_si256(); N];
             for _ in 0..tile.group / 32 {
-                if IS_INT4 {
-                    add_int4(&mut dots, codes, inputs);
-                    codes = codes.add(4 * 4 * ROWS);
-                } else {
+                if CODES == INT8 {
                     add_int8(&mut dots, codes, inputs);
                     codes = codes.add(8 * 4 * ROWS);
+                } else {
+                    add_4_bits::<CODES, N>(&mut dots, codes, inputs);
+                    codes = codes.add(4 * 4 * ROWS);
                 }
                 inputs = inputs.add(8 * N);
             }
             weights = codes.sub(half * 4 * HALF);
             for (i, sum) in sums.iter_mut().enumerate() {
                 // Codes of 8 bits are converted to signed numbers, so nothing must be subtracted.
-                let start = match (IS_INT4, is_biased) {
-                    (true, false) => *starts.add(i),
-                    (false, true) => 128 * *starts.add(i),
+                let start = match (CODES == INT8, is_biased) {
+                    (false, false) => *starts.add(i),
+                    (true, true) => 128 * *starts.add(i),
                     _ => 0,
                 };
                 let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(start));
@@ -80,18 +80,34 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
     }
 }
 
-/// Adds the products of 32 columns. Eight sums of two products fit 16 bits: 8 * 2 * 15 * 127 is 30,480.
+/// Adds the products of 32 columns. Eight sums of two products fit 16 bits, as 8 * 2 * 15 * 127 is 30,480; of floats
+/// it is four sums, as 4 * 2 * 24 * 127 is 24,384.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
+unsafe fn add_4_bits<const CODES: u8, const N: usize>(
+    dots: &mut [__m256i; N],
+    codes: *const u8,
+    inputs: *const i32,
+) {
     let low_bits = _mm256_set1_epi8(15);
+    // SAFETY: the table has 16 bytes.
+    let floats =
+        _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(weights::FP4.as_ptr().cast()) });
     let mut short = [_mm256_setzero_si256(); N];
     for eight in 0..4 {
+        if CODES == FP4 && eight == 2 {
+            add_short(dots, &short);
+            short = [_mm256_setzero_si256(); N];
+        }
         // SAFETY: the caller upholds the contract.
         unsafe {
             let both = _mm256_loadu_si256(codes.add(eight * 4 * ROWS).cast());
-            let first = _mm256_and_si256(both, low_bits);
-            let second = _mm256_and_si256(_mm256_srli_epi16::<4>(both), low_bits);
+            let mut first = _mm256_and_si256(both, low_bits);
+            let mut second = _mm256_and_si256(_mm256_srli_epi16::<4>(both), low_bits);
+            if CODES == FP4 {
+                first = _mm256_shuffle_epi8(floats, first);
+                second = _mm256_shuffle_epi8(floats, second);
+            }
             for (i, short) in short.iter_mut().enumerate() {
                 let x = inputs.add(2 * eight * N + i);
                 let low = _mm256_maddubs_epi16(first, _mm256_set1_epi32(*x));
@@ -100,7 +116,14 @@ unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, in
             }
         }
     }
-    for (dot, short) in dots.iter_mut().zip(short) {
+    add_short(dots, &short);
+}
+
+/// Adds pairs of sums in 16 bits.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_short<const N: usize>(dots: &mut [__m256i; N], short: &[__m256i; N]) {
+    for (dot, &short) in dots.iter_mut().zip(short) {
         *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(short, _mm256_set1_epi16(1)));
     }
 }

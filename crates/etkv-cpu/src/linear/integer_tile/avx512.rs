@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::IntegerTile;
+use super::{IntegerTile, FP4, INT8};
 use crate::linear::scales::NESTED;
-use crate::linear::weights::ROWS;
+use crate::linear::weights::{self, ROWS};
 use crate::simd::Avx512;
 
 /// The distance in bytes at which weights are prefetched.
@@ -17,29 +17,31 @@ const FEW: usize = 4;
 
 /// # Safety
 /// The same as for [`IntegerTile::run`].
-pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+pub(super) unsafe fn run<const CODES: u8>(tile: &IntegerTile) {
     // SAFETY: the caller upholds the contract.
     unsafe {
         match tile.n {
-            1 => multiply::<IS_INT4, 1>(tile),
-            2 => multiply::<IS_INT4, 2>(tile),
-            3 => multiply::<IS_INT4, 3>(tile),
-            4 => multiply::<IS_INT4, 4>(tile),
-            5 => multiply::<IS_INT4, 5>(tile),
-            6 => multiply::<IS_INT4, 6>(tile),
-            7 => multiply::<IS_INT4, 7>(tile),
-            8 => multiply::<IS_INT4, 8>(tile),
-            9 => multiply::<IS_INT4, 9>(tile),
-            10 => multiply::<IS_INT4, 10>(tile),
-            11 => multiply::<IS_INT4, 11>(tile),
-            _ => multiply::<IS_INT4, 12>(tile),
+            1 => multiply::<CODES, 1>(tile),
+            2 => multiply::<CODES, 2>(tile),
+            3 => multiply::<CODES, 3>(tile),
+            4 => multiply::<CODES, 4>(tile),
+            5 => multiply::<CODES, 5>(tile),
+            6 => multiply::<CODES, 6>(tile),
+            7 => multiply::<CODES, 7>(tile),
+            8 => multiply::<CODES, 8>(tile),
+            9 => multiply::<CODES, 9>(tile),
+            10 => multiply::<CODES, 10>(tile),
+            11 => multiply::<CODES, 11>(tile),
+            _ => multiply::<CODES, 12>(tile),
         }
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
-unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
+unsafe fn multiply<const CODES: u8, const N: usize>(tile: &IntegerTile) {
     let low_bits = _mm512_set1_epi8(15);
+    // SAFETY: the table has 16 bytes.
+    let floats = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(weights::FP4.as_ptr().cast()) });
     let mut sums = [_mm512_setzero_ps(); N];
     let (mut weights, mut factors) = (tile.weights, tile.weights);
     let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
@@ -71,20 +73,25 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
                     // With few input rows, memory limits the speed. The weights of the next tile follow in
                     // memory.
                     _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD).cast());
-                    if !IS_INT4 {
+                    if CODES == INT8 {
                         _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD + LINE).cast());
                     }
                 }
-                let (first, second) = if IS_INT4 {
-                    let codes = _mm512_loadu_si512(weights.cast());
-                    weights = weights.add(4 * ROWS);
-                    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), low_bits);
-                    (_mm512_and_si512(codes, low_bits), high)
-                } else {
+                let (first, second) = if CODES == INT8 {
                     let first = _mm512_loadu_si512(weights.cast());
                     let second = _mm512_loadu_si512(weights.add(4 * ROWS).cast());
                     weights = weights.add(8 * ROWS);
                     (first, second)
+                } else {
+                    let codes = _mm512_loadu_si512(weights.cast());
+                    weights = weights.add(4 * ROWS);
+                    let low = _mm512_and_si512(codes, low_bits);
+                    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), low_bits);
+                    if CODES == FP4 {
+                        (_mm512_shuffle_epi8(floats, low), _mm512_shuffle_epi8(floats, high))
+                    } else {
+                        (low, high)
+                    }
                 };
                 for (i, dot) in dots.iter_mut().enumerate() {
                     *dot = _mm512_dpbusd_epi32(*dot, first, _mm512_set1_epi32(*inputs.add(i)));

@@ -12,7 +12,16 @@ mod neon;
 mod portable;
 
 use super::scales::Scales;
+use super::weights::Codes;
 use crate::simd::Instructions;
+
+/// [`Codes`] as a constant that kernels are compiled for.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const INT8: u8 = Codes::Int8 as u8;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const INT4: u8 = Codes::Int4 as u8;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const FP4: u8 = Codes::Fp4 as u8;
 
 /// The instructions of a kernel for products of integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,8 +63,8 @@ impl Dot {
 pub(crate) struct IntegerTile {
     /// For each group: the scales of its rows, followed by its codes.
     pub weights: *const u8,
-    /// Whether weights have 4 bits instead of 8.
-    pub is_int4: bool,
+    /// The codes of the weights.
+    pub codes: Codes,
     /// The type of the weights' scales and biases.
     pub stored: Scales,
     pub n_groups: usize,
@@ -82,19 +91,25 @@ impl IntegerTile {
     pub unsafe fn run(&self, dot: Dot) {
         // SAFETY: the caller upholds the contract.
         unsafe {
-            match (dot, self.is_int4) {
+            match (dot, self.codes) {
                 #[cfg(target_arch = "x86_64")]
-                (Dot::Avx512Vnni, true) => avx512::run::<true>(self),
+                (Dot::Avx512Vnni, Codes::Int8) => avx512::run::<INT8>(self),
                 #[cfg(target_arch = "x86_64")]
-                (Dot::Avx512Vnni, false) => avx512::run::<false>(self),
+                (Dot::Avx512Vnni, Codes::Int4) => avx512::run::<INT4>(self),
                 #[cfg(target_arch = "x86_64")]
-                (Dot::Avx2, true) => avx2::run::<true>(self),
+                (Dot::Avx512Vnni, Codes::Fp4) => avx512::run::<FP4>(self),
                 #[cfg(target_arch = "x86_64")]
-                (Dot::Avx2, false) => avx2::run::<false>(self),
+                (Dot::Avx2, Codes::Int8) => avx2::run::<INT8>(self),
+                #[cfg(target_arch = "x86_64")]
+                (Dot::Avx2, Codes::Int4) => avx2::run::<INT4>(self),
+                #[cfg(target_arch = "x86_64")]
+                (Dot::Avx2, Codes::Fp4) => avx2::run::<FP4>(self),
                 #[cfg(target_arch = "aarch64")]
-                (Dot::Neon, true) => neon::run::<true>(self),
+                (Dot::Neon, Codes::Int8) => neon::run::<INT8>(self),
                 #[cfg(target_arch = "aarch64")]
-                (Dot::Neon, false) => neon::run::<false>(self),
+                (Dot::Neon, Codes::Int4) => neon::run::<INT4>(self),
+                #[cfg(target_arch = "aarch64")]
+                (Dot::Neon, Codes::Fp4) => neon::run::<FP4>(self),
                 (Dot::Portable, _) => portable::run(self),
             }
         }

@@ -2,9 +2,9 @@
 
 use std::arch::aarch64::*;
 
-use super::IntegerTile;
+use super::{IntegerTile, FP4, INT8};
 use crate::linear::scales::NESTED;
-use crate::linear::weights::ROWS;
+use crate::linear::weights::{self, ROWS};
 use crate::simd::Neon;
 
 /// The number of rows of a vector.
@@ -12,28 +12,29 @@ const QUARTER: usize = ROWS / 4;
 
 /// # Safety
 /// The same as for [`IntegerTile::run`].
-pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+pub(super) unsafe fn run<const CODES: u8>(tile: &IntegerTile) {
     for quarter in 0..4 {
         // SAFETY: the caller upholds the contract.
         unsafe {
             match tile.n {
-                1 => multiply::<IS_INT4, 1>(tile, quarter),
-                2 => multiply::<IS_INT4, 2>(tile, quarter),
-                3 => multiply::<IS_INT4, 3>(tile, quarter),
-                _ => multiply::<IS_INT4, 4>(tile, quarter),
+                1 => multiply::<CODES, 1>(tile, quarter),
+                2 => multiply::<CODES, 2>(tile, quarter),
+                3 => multiply::<CODES, 3>(tile, quarter),
+                _ => multiply::<CODES, 4>(tile, quarter),
             }
         }
     }
 }
 
 #[target_feature(enable = "neon")]
-unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quarter: usize) {
+unsafe fn multiply<const CODES: u8, const N: usize>(tile: &IntegerTile, quarter: usize) {
     // SAFETY: the caller upholds the contract.
     unsafe {
         let mut sums = [vdupq_n_f32(0.0); N];
         let (mut weights, mut factors) = (tile.weights, tile.weights);
         let (size, of_factors) = (tile.stored.size(), tile.stored.shared().1);
         let is_biased = tile.stored.are_biased();
+        let zero = i32::from(tile.codes.zero());
         let mut inputs = tile.inputs.cast::<i32>();
         let (mut scales, mut starts) = (tile.scales, tile.starts);
         for group in 0..tile.n_groups {
@@ -49,13 +50,18 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
             let mut dots = [vdupq_n_s32(0); N];
             for _ in 0..tile.group / 8 {
                 let at = weights.add(quarter * 4 * QUARTER);
-                let (first, second) = if IS_INT4 {
+                let (first, second) = if CODES != INT8 {
                     let codes = vld1q_u8(at);
                     weights = weights.add(4 * ROWS);
-                    let eight = vdupq_n_s8(8);
-                    let low = vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15)));
-                    let high = vreinterpretq_s8_u8(vshrq_n_u8::<4>(codes));
-                    (vsubq_s8(low, eight), vsubq_s8(high, eight))
+                    let (mut low, mut high) =
+                        (vandq_u8(codes, vdupq_n_u8(15)), vshrq_n_u8::<4>(codes));
+                    if CODES == FP4 {
+                        let floats = vld1q_u8(weights::FP4.as_ptr());
+                        (low, high) = (vqtbl1q_u8(floats, low), vqtbl1q_u8(floats, high));
+                    }
+                    let [low, high] = [low, high].map(|codes| vreinterpretq_s8_u8(codes));
+                    let zero = vdupq_n_s8(zero as i8);
+                    (vsubq_s8(low, zero), vsubq_s8(high, zero))
                 } else {
                     let sign_bits = vdupq_n_u8(128);
                     let first = veorq_u8(vld1q_u8(at), sign_bits);
@@ -75,7 +81,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quar
                 if is_biased {
                     // Codes were converted to signed numbers around zero, which is reversed here.
                     let start = *starts.add(i);
-                    dot = vaddq_s32(dot, vdupq_n_s32(start * if IS_INT4 { 8 } else { 128 }));
+                    dot = vaddq_s32(dot, vdupq_n_s32(start * zero));
                     *sum = vfmaq_n_f32(*sum, biases, *scales.add(i) * start as f32);
                 }
                 let scale = vmulq_n_f32(of_weights, *scales.add(i));

@@ -8,7 +8,7 @@ use crate::linear::weights::ROWS;
 /// The same as for [`IntegerTile::run`].
 pub(super) unsafe fn run(tile: &IntegerTile) {
     let n = tile.n;
-    let code_bytes = ROWS * tile.group / if tile.is_int4 { 2 } else { 1 };
+    let code_bytes = ROWS * tile.group * tile.codes.bits() / 8;
     let (size, (sharing, of_factors)) = (tile.stored.size(), tile.stored.shared());
     let is_biased = tile.stored.are_biased();
     for i in 0..n {
@@ -27,14 +27,14 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
                     let x = *quads.add(quad * n);
                     for (row, dot) in dots.iter_mut().enumerate() {
                         for (j, &x) in x.iter().enumerate() {
-                            let code = match tile.is_int4 {
-                                true => {
+                            let code = match tile.codes.bits() {
+                                8 => codes[(quad * ROWS + row) * QUAD + j],
+                                _ => {
                                     let two = codes[(quad / 2 * ROWS + row) * QUAD + j];
                                     two >> (quad % 2 * 4) & 15
                                 }
-                                false => codes[(quad * ROWS + row) * QUAD + j],
                             };
-                            *dot += i32::from(code) * i32::from(x);
+                            *dot += i32::from(tile.codes.number(code)) * i32::from(x);
                         }
                     }
                 }

@@ -13,7 +13,7 @@ use crate::attention::synthetic::Threads;
 use crate::simd::Instructions;
 use reference::{dot, rounded, Numbers, Weights};
 
-pub(crate) const FORMATS: [WeightFormat; 13] = [
+pub(crate) const FORMATS: [WeightFormat; 15] = [
     WeightFormat::F32,
     WeightFormat::Bf16,
     WeightFormat::Int8 { group: 32, scales: Scales::Bf16 },
@@ -27,6 +27,8 @@ pub(crate) const FORMATS: [WeightFormat; 13] = [
     WeightFormat::Int8 { group: 64, scales: Scales::F32Biased },
     WeightFormat::Int4 { group: 32, scales: Scales::Nested },
     WeightFormat::Int8 { group: 32, scales: Scales::Nested },
+    WeightFormat::Fp4 { group: 32 },
+    WeightFormat::Fp4 { group: 64 },
 ];
 
 /// A call with random weights.

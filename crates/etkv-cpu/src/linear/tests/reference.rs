@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::linear::scales::{Scales, NESTED};
-use crate::linear::weights::{WeightFormat, ROWS};
+use crate::linear::weights::{Codes, WeightFormat, ROWS};
 
 /// A pseudorandom number generator.
 pub struct Numbers(pub u64);
@@ -54,8 +54,8 @@ impl Weights {
         let mut values = vec![0.0; n * tiles * ROWS * columns];
         let mut bytes = Vec::new();
         for tile in values.chunks_exact_mut(ROWS * columns) {
-            match format {
-                WeightFormat::F32 | WeightFormat::Bf16 => {
+            match format.in_groups() {
+                None => {
                     for column in 0..columns {
                         for row in 0..ROWS {
                             let value = bf16::from_f32(numbers.float());
@@ -67,11 +67,8 @@ impl Weights {
                         }
                     }
                 }
-                WeightFormat::Int8 { group, scales } => {
-                    pack(tile, columns, group, 8, scales, &mut bytes, numbers);
-                }
-                WeightFormat::Int4 { group, scales } => {
-                    pack(tile, columns, group, 4, scales, &mut bytes, numbers);
+                Some((codes, group, scales)) => {
+                    pack(tile, columns, group, codes, scales, &mut bytes, numbers);
                 }
             }
         }
@@ -103,11 +100,12 @@ fn pack(
     tile: &mut [f32],
     columns: usize,
     group: usize,
-    bits: usize,
+    of_weights: Codes,
     stored: Scales,
     bytes: &mut Vec<u8>,
     numbers: &mut Numbers,
 ) {
+    let bits = if of_weights == Codes::Int8 { 8 } else { 4 };
     let half = 1i32 << (bits - 1);
     let offset = if stored.are_biased() { 0 } else { half };
     let mut factors = Vec::new();
@@ -122,8 +120,11 @@ fn pack(
         for (at, codes) in codes.iter_mut().enumerate() {
             for (row, code) in codes.iter_mut().enumerate() {
                 *code = numbers.below(1 << bits) as u8;
-                tile[row * columns + first + at] =
-                    scales[row] * (i32::from(*code) - offset) as f32 + biases[row];
+                let number = match of_weights {
+                    Codes::Fp4 => 2.0 * e2m1(*code),
+                    _ => (i32::from(*code) - offset) as f32,
+                };
+                tile[row * columns + first + at] = scales[row] * number + biases[row];
             }
         }
         for eight in codes.chunks_exact(8) {
@@ -137,6 +138,20 @@ fn pack(
                 _ => bytes.extend([low, high].concat()),
             }
         }
+    }
+}
+
+/// Returns the value of a float with a sign, two bits of exponent and one of mantissa.
+fn e2m1(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
+    let size = match exponent {
+        0 => mantissa / 2.0,
+        _ => (1.0 + mantissa / 2.0) * 2f32.powi(exponent - 1),
+    };
+    if code & 8 == 0 {
+        size
+    } else {
+        -size
     }
 }
 

@@ -7,7 +7,7 @@ use crate::linear::float_tile::FloatTile;
 use crate::linear::integer_tile::{Dot, IntegerTile};
 use crate::linear::quantize::Quantize;
 use crate::linear::scales::Scales;
-use crate::linear::weights::{WeightFormat, ROWS};
+use crate::linear::weights::{Codes, WeightFormat, ROWS};
 use crate::simd::{with_simd, Instructions, Simd};
 
 /// Products are exact except for float32 rounding, even with the largest codes and inputs.
@@ -22,12 +22,8 @@ fn products_of_a_tile() {
             let most = if format.group().is_some() { dot.most() } else { floats };
             for n in 1..=most {
                 let weights = Weights::new(format, 1, ROWS, columns, &mut numbers);
-                let (group, stored) = match format {
-                    WeightFormat::Int8 { group, scales } | WeightFormat::Int4 { group, scales } => {
-                        (group, scales)
-                    }
-                    WeightFormat::F32 | WeightFormat::Bf16 => (0, Scales::Bf16),
-                };
+                let (of_weights, group, stored) =
+                    format.in_groups().unwrap_or((Codes::Int8, 0, Scales::Bf16));
                 let n_groups = columns.checked_div(group).unwrap_or(0);
                 let mut rows = vec![0f32; n * columns];
                 let (mut scales, mut starts) = (vec![0f32; n * n_groups], vec![0i32; n * n_groups]);
@@ -56,10 +52,9 @@ fn products_of_a_tile() {
                         })
                         .collect();
                     let scale = numbers.floats(n_groups);
-                    let zero = match format {
-                        _ if stored.are_biased() => -1,
-                        WeightFormat::Int4 { .. } => 8,
-                        _ => 128,
+                    let zero = match stored.are_biased() {
+                        true => -1,
+                        false => i32::from(of_weights.zero()),
                     };
                     let start: Vec<i32> = codes
                         .chunks_exact(group)
@@ -84,7 +79,7 @@ fn products_of_a_tile() {
                     } else {
                         let tile = IntegerTile {
                             weights: weight_bytes,
-                            is_int4: matches!(format, WeightFormat::Int4 { .. }),
+                            codes: of_weights,
                             stored,
                             n_groups,
                             group,
