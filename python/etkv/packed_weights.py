@@ -19,7 +19,6 @@ interleaved, so that a vector register gets one element of each row.
     The same with scales and biases that are a byte times a factor, as in GGUF's ``Q4_K``: uint8
     ``[tiles, in / group / 8, bytes]``. Eight groups have 16 factors of scales and 16 factors of biases in float16, and
     each group has 16 bytes of scales, 16 bytes of biases, and its codes.
-
 ``fp4``
     The same as ``int4`` with 4-bit floats (E2M1) as codes, as in ``mxfp4``. A weight is its scale times twice the value
     of its code.
@@ -75,8 +74,8 @@ _NUMBERS = {
 
 _FP4 = "fp4"
 
-_DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12]
-"""Twice the magnitudes of E2M1. The highest of the four bits is the sign."""
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of E2M1, 4-bit floats. The highest of the four bits is the sign."""
 
 _INTEGERS = {
     **{f"int{bits}{end}": (bits, numbers) for bits in (8, 4) for end, numbers in _NUMBERS.items()},
@@ -94,7 +93,7 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class WeightFormat:
     """A storage format of weights. ``group_size`` weights of a row share a scale; 0 in formats without scales.
 
-    If weights are integers, the inputs of products are rounded to 8 bits in groups of the same size.
+    If weights have scales, the inputs of products are rounded to 8 bits in groups of the same size.
     """
 
     name: str
@@ -226,7 +225,7 @@ class WeightFormat:
         else:
             codes = codes.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
         weights = codes.flatten(3)
-        weights = _doubles()[weights.int()] if self.name == _FP4 else weights.float()
+        weights = looked_up(_doubles(), weights) if self.name == _FP4 else weights.float()
         if biases:
             weights = weights * scales.unsqueeze(3) + biases[0].unsqueeze(3)
         else:
@@ -236,7 +235,18 @@ class WeightFormat:
 
 def _doubles() -> Tensor:
     """Return twice the value of each 4-bit float."""
-    return torch.tensor([*_DOUBLED, *(-double for double in _DOUBLED)], dtype=torch.float32)
+    return torch.tensor([*DOUBLED, *(-double for double in DOUBLED)], dtype=torch.float32)
+
+
+def looked_up(table: Tensor, indices: Tensor) -> Tensor:
+    """Return the numbers of ``table`` at ``indices``, uint8 with any number of axes.
+
+    torch makes larger copies of indices, so this looks them up in parts.
+    """
+    made = torch.empty(indices.shape, dtype=table.dtype)
+    for to, part in zip(made.flatten().split(_PART), indices.flatten().split(_PART), strict=True):
+        to.copy_(table[part.int()])
+    return made
 
 
 def floats_of(doubles: Tensor, group_size: int, scales: Tensor) -> tuple[Tensor, WeightFormat] | None:
@@ -245,14 +255,14 @@ def floats_of(doubles: Tensor, group_size: int, scales: Tensor) -> tuple[Tensor,
     ``doubles`` are integers. Return None if one is not twice the value of a 4-bit float, or if a scale is not exact in
     bfloat16.
     """
-    table = torch.full((2 * _DOUBLED[-1] + 1,), 255, dtype=torch.uint8)
+    most = DOUBLED[-1]
+    table = torch.full((2 * most + 1,), 255, dtype=torch.uint8)
+    # Zero gets the code without a sign.
     for code in range(15, -1, -1):
-        table[int(_doubles()[code]) + _DOUBLED[-1]] = code
-    if not torch.equal(scales.bfloat16().float(), scales):
+        table[int(_doubles()[code]) + most] = code
+    if not torch.equal(scales.bfloat16().float(), scales) or int(doubles.abs().max()) > most:
         return None
-    if int(doubles.abs().max()) > _DOUBLED[-1]:
-        return None
-    codes = table[(doubles + _DOUBLED[-1]).int()]
+    codes = looked_up(table, (doubles + most).to(torch.uint8))
     return None if int(codes.max()) == 255 else (codes, WeightFormat(_FP4, group_size))
 
 

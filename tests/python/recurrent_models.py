@@ -60,6 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-moe": ("lfm2_moe", {}),
     # Models without attention.
     "qwen3.5-recurrent": ("qwen3_5_text", {**_OF_DELTA_RULE, "layer_types": ["linear_attention"] * 3}),
+    "kimi-recurrent": ("kimi_linear", {"layer_types": ["linear_attention"] * 2}),
+    "minimax-recurrent": ("minimax", {"layer_types": ["linear_attention"] * 2}),
     "lfm2-recurrent": ("lfm2", {"layer_types": ["conv", "conv"]}),
     "nemotron-h-recurrent": (
         "nemotron_h",

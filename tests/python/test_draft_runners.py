@@ -6,9 +6,23 @@ import re
 
 import pytest
 
+import recurrent_models
 import reference
+from etkv.export import ExportRequest, export_program
 from reference import EVERYTHING, Program
-from runners import DRAFTED, EACH, FAILED, answers, checked, command, only_long, refused, succeed, with_longer_context
+from runners import (
+    DRAFTED,
+    EACH,
+    FAILED,
+    answers,
+    checked,
+    command,
+    only_long,
+    refused,
+    runner,
+    succeed,
+    with_longer_context,
+)
 
 pytestmark = pytest.mark.long
 
@@ -36,6 +50,22 @@ def test_drafts_do_not_change_the_answer(name):
         check(both, "--max-tokens", 32, *shape)
     said = check(both, "--max-tokens", 64, "--depth", "auto", "--width", "auto")
     reference.note(f"{name}: {said}")
+
+
+@only_long
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_a_draft_of_a_model_with_recurrent_layers(tmp_path, backend):
+    """The draft has a recurrent layer and a layer with attention."""
+    model = recurrent_models.write("qwen3.5", tmp_path / "model")
+    target, draft = (
+        export_program(ExportRequest(model, tmp_path / f"{name}.pte", backend=backend, **options))
+        for name, options in (("target", {"tap_layers": (0,)}), ("draft", {"draft": 2}))
+    )
+    for depth, width in ((1, 3), (4, 1), (6, 3)):
+        shape = "--depth", depth, "--width", width, "--max-tokens", 150, "--prompt", "a bee sea dog"
+        done = reference.run([runner("speculative"), "--model", target, "--draft", draft, *shape, "--check"])
+        assert done.returncode == 0, done.stderr
+        assert checked(done)[1] > 0
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "nvfp4", "row-int4", pytest.param("affine4g32", marks=only_long)])

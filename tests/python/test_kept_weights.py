@@ -17,6 +17,7 @@ import test_published
 import tiny_gguf
 from etkv.export import ExportRequest, Progress, experts, export_program, lowering, packing, source
 from etkv.export.gguf import packed
+from etkv.export.published.weight import Groups
 from etkv.export.scratch import Scratch
 
 
@@ -45,9 +46,9 @@ def folders(tiny, tmp_path_factory):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OF_ATTENTION = 8
+"""The number of attention matrices in tiny-llama."""
 
 folder = test_gguf_architectures.folder
-"""The number of attention matrices in tiny-llama."""
 
 CASES = {
     "awq": (test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), {"quantize": "4w"}, True),
@@ -218,7 +219,18 @@ def test_matrices_of_gguf_files_in_another_order_are_kept(folder, tmp_path, name
     read, meant, made = _experts(file, tmp_path, quantize)
     assert made.repacked == 0
     assert made.kept > 0
+    assert bool(read) == (name != "qwen35")
     assert all(torch.equal(values, meant[name]) for name, values in read.items())
+
+
+def test_columns_of_a_group_stay_together():
+    codes = torch.randint(0, 16, (3, 64), dtype=torch.uint8)
+    groups = Groups(codes, torch.rand(3, 2), torch.full((3, 2), 8.0))
+    same, swapped = torch.arange(64), torch.arange(64).roll(32)
+    assert groups.columns(same) is groups
+    assert torch.equal(groups.columns(swapped).values(), groups.values()[:, swapped])
+    assert groups.columns(same.flip(0)) is None
+    assert groups.columns(same.roll(16)) is None
 
 
 def test_a_program_has_biases(folders, tmp_path):

@@ -76,6 +76,11 @@ def _with_biases(kind: str) -> Groups:
     return dataclasses.replace(made, zeros=None, biases=-made.scales.roll(1, 0))
 
 
+def _thirds(groups: Groups) -> Groups:
+    """Return the groups with scales that are not exact in bfloat16."""
+    return dataclasses.replace(groups, scales=groups.scales / 3)
+
+
 FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
     "float16": (lambda: _groups("float16", 4, 32), 4, "int4_float16", 32),
     "float16 in 8 bits": (lambda: _groups("float16", 8, 32), 8, "int8_float16", 32),
@@ -89,6 +94,8 @@ FORMATS: dict[str, tuple[Callable[[], Groups], int, str | None, int]] = {
     "biases": (lambda: _with_biases("bfloat16"), 4, "int4_bfloat16_biased", 64),
     "MXFP4": (lambda: _blocks("MXFP4"), 4, "fp4", 32),
     "MXFP4 in 8 bits": (lambda: _blocks("MXFP4"), 8, "fp4", 32),
+    "floats and float32": (lambda: _thirds(_blocks("MXFP4")), 8, "int8_float32", 32),
+    "floats and float32 in 4 bits": (lambda: _thirds(_blocks("MXFP4")), 4, None, 0),
     "Q4_1": (lambda: _blocks("Q4_1"), 4, "int4_float16_biased", 32),
     "Q5_1": (lambda: _blocks("Q5_1"), 8, "int8_float16_biased", 32),
     "Q4_K": (lambda: _blocks("Q4_K"), 4, "int4_nested", 32),

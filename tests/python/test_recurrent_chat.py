@@ -36,6 +36,12 @@ def words(rng: random.Random, most: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(5, most)))
 
 
+def common(before: list[int], after: list[int]) -> int:
+    """Return the number of tokens at the beginning of both texts that are equal."""
+    pairs = zip(before, after, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
 def say(chat: etkv.Chat, rng: random.Random) -> etkv.Reuse:
     """Run a turn with an answer of some tokens. Return its :class:`etkv.Reuse`."""
     list(chat.send_message(words(rng, 60), max_tokens=rng.randint(5, 100)))
@@ -45,19 +51,31 @@ def say(chat: etkv.Chat, rng: random.Random) -> etkv.Reuse:
     return chat.reuse
 
 
-def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
-    """In 20 turns of the whole conversation, one message in the middle is edited."""
+def test_nothing_is_read_from_its_beginning_again(model, tokenizer, tmp_path):
+    """20 turns of the whole conversation, with tool results. One message in the middle is edited, and later another
+    process continues from the store.
+    """
     rng = random.Random(0)
-    with model.session(capacity=8192) as session, model.load(session) as program:
-        chat = etkv.Chat(program, tokenizer)
-        for turn in range(20):
-            if turn == 12:
-                chat.messages[10]["content"] += " edited"
-            held, reuse = session.length, say(chat, rng)
-            if turn == 12:
-                assert 0 < reuse.matched < held
-            else:
-                assert reuse.restored == held
+    store = etkv.PrefixStore(tmp_path, max_bytes=1 << 30)
+    messages: list[dict[str, str]] = []
+    before: list[int] = []
+    for turns in (range(16), range(16, 20)):
+        with model.session(capacity=8192) as session, model.load(session) as program:
+            chat = etkv.Chat(program, tokenizer, prefix_store=store)
+            chat.messages = messages
+            for turn in turns:
+                if turn % 3 == 2:
+                    chat.messages.append({"role": "tool", "content": words(rng, 90)})
+                if turn == 12:
+                    chat.messages[10]["content"] += " edited"
+                reuse = say(chat, rng)
+                shared = common(before, chat._held)
+                # Another process has the texts of earlier answers, but not their ids.
+                if turn not in (12, 16):
+                    assert shared >= len(before) - 1
+                assert shared - reuse.restored < BLOCK, (turn, shared, reuse)
+                before = list(chat._held)
+            messages = chat.messages
 
 
 def test_messages_change_after_long_answers(model, tokenizer):
@@ -105,9 +123,7 @@ def test_a_chat_goes_on_after_a_restart(model, tokenizer, tmp_path):
                     chat.messages[-1]["content"] = f"short {turn}"
                 restored = say(chat, rng).restored
                 if stored:
-                    # The text of the turn, and what it has in common with the text before it.
-                    pairs = zip(stored, chat._held, strict=False)
-                    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                    shared = common(stored, chat._held)
                     assert shared - restored < BLOCK, (restart, turn, shared, restored)
                 stored = list(chat._held)
             messages = chat.messages

@@ -119,6 +119,8 @@ fn scales_of_integers() {
     // With a bias, a weight is the code 9 times the scale, plus 2.
     let biased = [0x55, 0x35].repeat(16).into_iter().chain([0x00, 0x40].repeat(16)).collect();
     assert_eq!(run("int4_float16_biased", biased).unwrap(), 9.0 * third + 2.0);
+    // The code 9 is the float -0.5.
+    assert_eq!(run("fp4", [0xaa, 0x3e].repeat(16)).unwrap(), -f32::from_bits(0x3eaa_0000));
     let error = run("int4_nested", vec![0; 96]).unwrap_err();
     assert_eq!(error.status(), Status::Program, "{error}");
     assert!(error.message().contains("a multiple of 8, got 1"), "{error}");

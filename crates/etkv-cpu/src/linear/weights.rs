@@ -34,7 +34,7 @@ pub enum WeightFormat {
         /// The type of the scales.
         scales: Scales,
     },
-    /// The same with floats of 4 bits (E2M1), and scales in bfloat16.
+    /// The same with floats of 4 bits (E2M1), and scales in bfloat16. A weight is its scale times twice the float.
     Fp4 {
         /// The size of a group, a multiple of 32.
         group: usize,
@@ -49,7 +49,7 @@ pub(crate) enum Codes {
     Fp4,
 }
 
-/// Twice the values of E2M1, plus [`ZERO`](Codes::zero): the sign is the highest of the four bits.
+/// Twice the values of E2M1 plus [`Codes::zero`], in the order of codes. The highest of four bits is the sign.
 pub(crate) const FP4: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
 impl Codes {

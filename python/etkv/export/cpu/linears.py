@@ -143,13 +143,15 @@ def _stored(groups: Groups, bits: int, size: int) -> tuple[torch.Tensor, list[to
 
     Return None if no format holds the file's weights bit for bit.
     """
-    doubles = groups.signed(5)
-    if doubles is not None and groups.signed(4) is None:
+    signed = groups.signed(5)
+    if signed is None:
+        signed = groups.signed(bits) if bits > 4 else None
+    elif int(signed.min()) < -8 or int(signed.max()) > 7:
         # These may be floats of 4 bits, which are halves of integers.
-        found = floats_of(doubles, size, groups.scales)
+        found = floats_of(signed, size, groups.scales)
         if found is not None:
             return found[0], [groups.scales], found[1]
-    signed = groups.signed(bits)
+        signed = signed if bits > 4 else None
     if signed is not None:
         codes = (signed.short() + (1 << (bits - 1))).to(torch.uint8)
         return codes, [groups.scales], holding(bits, size, groups.scales)

@@ -27,8 +27,8 @@ class Rule:
     """A rule for a parameter. ``pattern`` matches the part of the parameter's name after the layer's name.
     ``sources`` are the parameter's tensors in the layer's block. ``make`` computes the values.
 
-    ``orders`` says what ``make`` reorders: the rows of the tensors, which are the first or the last axes of the
-    parameter; the columns of a tensor; or elements (anything else).
+    ``orders`` says what ``make`` reorders: whole rows of the tensors, the columns of a tensor, or elements (anything
+    else).
     """
 
     pattern: str
@@ -160,6 +160,7 @@ _QWEN35 = (
         r"linear_attn\.conv1d\.weight",
         ("ssm_conv1d.weight",),
         lambda parts, config: _grouped_values(parts, config)[:, None],
+        "elements",
     ),
     Rule(
         r"linear_attn\.out_proj\.weight",

@@ -131,7 +131,7 @@ class _Reader:
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
         """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none, or has
-        them in an order in which groups of columns do not stay together.
+        them in an order that would split groups of columns.
 
         The rows of all experts are one matrix.
         """

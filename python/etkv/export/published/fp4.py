@@ -1,6 +1,7 @@
 """NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements.
 
 Such a float is half of an integer from -12 to 12. So a program with integers of 8 bits can have these weights exactly.
+CPU programs store floats of MXFP4 in 4 bits.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from etkv.export.published.packing import power_scales
 from etkv.export.published.settings import Settings
 from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Grouped, Groups, Weight
+from etkv.packed_weights import DOUBLED, looked_up
 
 _ZERO = 12
 """The code of zero in :func:`groups_of`."""
-
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the magnitudes of E2M1, see :data:`etkv.export.published.packing`."""
 
 
 def groups_of(packed: torch.Tensor, scales: torch.Tensor) -> Groups:
@@ -29,10 +28,10 @@ def groups_of(packed: torch.Tensor, scales: torch.Tensor) -> Groups:
     return floats(torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1), scales)
 
 
-def floats(halves: torch.Tensor, scales: torch.Tensor) -> Groups:
-    """Return the floats whose bits are the numbers of ``halves``, uint8 ``[rows, columns]``, as integers."""
-    table = torch.tensor([_ZERO + sign * double for sign in (1, -1) for double in _DOUBLED], dtype=torch.uint8)
-    return Groups(table[halves.int()], scales / 2, torch.full_like(scales, _ZERO))
+def floats(codes: torch.Tensor, scales: torch.Tensor) -> Groups:
+    """Return the floats with the bits ``codes``, uint8 ``[rows, columns]``, as integers."""
+    table = torch.tensor([_ZERO + sign * double for sign in (1, -1) for double in DOUBLED], dtype=torch.uint8)
+    return Groups(looked_up(table, codes), scales / 2, torch.full_like(scales, _ZERO))
 
 
 def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | None, *, divides: bool) -> Weight:

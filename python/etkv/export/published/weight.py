@@ -124,7 +124,7 @@ class Groups:
         return groups.flatten(1).to(torch.int8) if fits else None
 
     def rows(self, arranged: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
-        """Return the groups with their rows reordered by ``arranged``, a function that reorders the rows of a
+        """Return the groups of the rows that ``arranged`` selects, a function that selects or reorders the rows of a
         matrix.
         """
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
@@ -137,6 +137,8 @@ class Groups:
 
         Groups must be contiguous columns.
         """
+        if torch.equal(order, torch.arange(len(order))):
+            return self
         size = self.codes.shape[1] // self.scales.shape[1]
         first = order[::size]
         if self.order is not None or not torch.equal(order, (first.unsqueeze(1) + torch.arange(size)).flatten()):

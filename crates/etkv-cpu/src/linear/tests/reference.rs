@@ -119,7 +119,14 @@ fn pack(
         let mut codes = vec![[0u8; ROWS]; group];
         for (at, codes) in codes.iter_mut().enumerate() {
             for (row, code) in codes.iter_mut().enumerate() {
-                *code = numbers.below(1 << bits) as u8;
+                // Two rows have the codes of the largest and of the smallest number.
+                *code = match (row, of_weights) {
+                    (0, Codes::Fp4) => 7,
+                    (0, _) => (1usize << bits).wrapping_sub(1) as u8,
+                    (1, Codes::Fp4) => 15,
+                    (1, _) => 0,
+                    _ => numbers.below(1 << bits) as u8,
+                };
                 let number = match of_weights {
                     Codes::Fp4 => 2.0 * e2m1(*code),
                     _ => (i32::from(*code) - offset) as f32,
