@@ -347,8 +347,8 @@ def test_family_without_kv_cache(tmp_path):
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said == (
         "model family 'mamba' has layers of kind 'linear_attention'; the exporter supports attention to all earlier "
-        "tokens, to a sliding window or to chunks, and recurrent layers: short convolutions, the gated delta rule and "
-        "Mamba-2"
+        "tokens, to a sliding window or to chunks, and recurrent layers: short convolutions, the gated delta rule, "
+        "Mamba-2 and lightning attention"
     )
 
 

@@ -144,7 +144,7 @@ def test_queries_are_scaled_by_the_positions_of_a_step():
 
 
 def test_layers_with_chunks():
-    found = _survey("llama4_text")
+    found = _survey("llama4_text", layer_types=["chunked_attention"] * 2)
     assert (found.windows, found.chunks) == ([0, 0], [24, 24])
     layers = ["chunked_attention", "full_attention"]
     assert _survey("llama4_text", layer_types=layers, no_rope_layers=[1, 0]).chunks == [24, 0]

@@ -176,7 +176,7 @@ def test_values_that_cannot_be(opened, key, value, said):
         ("glm4moe", ".expert_group_count", 3, "which does not divide 4, the number of experts"),
         ("glm4moe", ".expert_group_used_count", 3, "but there are 2 groups of experts"),
         ("glm4moe", ".expert_used_count", 3, "but the groups of a token have 2 experts"),
-        ("qwen3next", ".ssm.time_step_rank", 5, "which does not divide 96"),
+        ("qwen3next", ".ssm.time_step_rank", 5, "which does not divide 128"),
     ],
 )
 def test_values_that_an_architecture_cannot_have(opened, case, key, value, said):
