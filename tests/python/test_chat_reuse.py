@@ -15,7 +15,7 @@ from reference import EVERYTHING
 from runners import with_longer_context
 from test_recurrent_programs import _model
 
-CASES = ["qwen3.5-cpu", "lfm3-window-mlx", *(["lfm2-cpu", "lfm3-window-cpu"] if EVERYTHING else [])]
+CASES = ["qwen3.5-cpu", "lfm3-window-cpu", *(["lfm2-cpu", "lfm3-window-mlx"] if EVERYTHING else [])]
 
 pytestmark = pytest.mark.long
 

@@ -28,11 +28,11 @@ PROMPT, DECODED = 300, 64
 
 _FAMILIES = {
     "cpu": ["qwen3.5", "mamba-2", "lfm3-window"],
-    "mlx": ["qwen3.5", "lfm3-window"],
+    "mlx": ["qwen3.5", "minimax"],
 }
 _LONG = [
     *("qwen3-next", "olmo-hybrid", "olmo-hybrid-positive", "granite-4", "nemotron-h", "falcon-h1-norm", "bamba"),
-    *("lfm2", "lfm3", "mamba-2", "falcon-h1", "minimax"),
+    *("lfm2", "lfm3", "mamba-2", "falcon-h1", "lfm3-window", "minimax"),
 ]
 CASES = [
     (name, backend)
