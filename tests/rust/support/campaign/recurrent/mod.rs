@@ -23,8 +23,6 @@ const N_HEADS: usize = 2;
 const DIM: usize = 8;
 const SCALE: f32 = 0.3;
 
-/// A tree of candidates: the parent and the token of each node.
-
 struct Run<B: Backend, K> {
     rng: Rng,
     cache: CellsCache<B::Store>,
