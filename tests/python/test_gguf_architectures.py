@@ -385,14 +385,20 @@ BY_ELEMENTS = ("deepseek2", "deepseek2, softmax")
 """Cases whose matrix that expands latents is stored as two tensors, of which one is transposed."""
 
 
+def written(folder, file, name: str, quantize: str | None = None):
+    """Write the file of a case. Return the model's folder and the file."""
+    architecture, family, settings, keys, tensors = CASES[name]
+    origin = folder(family, settings)
+    options = {"architecture": architecture, "keys": keys, "tensors": tensors, "quantize": quantize}
+    return origin, tiny_gguf.write(origin, file, **options)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM
 
-    architecture, model_type, settings, keys, tensors = CASES[name]
-    origin = folder(model_type, settings)
-    file = tiny_gguf.write(origin, tmp_path / "x.gguf", architecture=architecture, keys=keys, tensors=tensors)
+    origin, file = written(folder, tmp_path / "x.gguf", name)
     original = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32, attn_implementation="eager")
     expected = logits(original)
     np.testing.assert_allclose(logits(read(file)), expected, rtol=1e-3, atol=1e-3 * expected.std())
@@ -401,15 +407,7 @@ def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
 @pytest.mark.parametrize("name", CASES)
 def test_integers_stand_for_the_weights(folder, tmp_path, name):
     """Quantized matrices are read as integers and scales, whatever the order of their rows or columns in a file."""
-    architecture, model_type, settings, keys, tensors = CASES[name]
-    file = tiny_gguf.write(
-        folder(model_type, settings),
-        tmp_path / "x.gguf",
-        architecture=architecture,
-        keys=keys,
-        tensors=tensors,
-        quantize="Q8_0",
-    )
+    _, file = written(folder, tmp_path / "x.gguf", name, "Q8_0")
     origin = source.find(file)
     stored = read_weights(origin.opened, source.read_config(origin))
     quantized = {name: weight for name, weight in stored.items() if weight.is_quantized and len(weight.shape) > 1}

@@ -207,15 +207,7 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
 )
 def test_matrices_of_gguf_files_in_another_order_are_kept(folder, tmp_path, name, kind, quantize):
     """A file has rows or columns of experts, or of heads, in another order than transformers."""
-    architecture, family, settings, keys, tensors = test_gguf_architectures.CASES[name]
-    file = tiny_gguf.write(
-        folder(family, settings),
-        tmp_path / "x.gguf",
-        architecture=architecture,
-        keys=keys,
-        tensors=tensors,
-        quantize=kind,
-    )
+    _, file = test_gguf_architectures.written(folder, tmp_path / "x.gguf", name, kind)
     read, meant, made = _experts(file, tmp_path, quantize)
     assert made.repacked == 0
     assert made.kept > 0
