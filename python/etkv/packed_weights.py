@@ -258,8 +258,8 @@ def floats_of(doubles: Tensor, group_size: int, scales: Tensor) -> tuple[Tensor,
     most = DOUBLED[-1]
     table = torch.full((2 * most + 1,), 255, dtype=torch.uint8)
     # Zero gets the code without a sign.
-    for code in range(15, -1, -1):
-        table[int(_doubles()[code]) + most] = code
+    for code, double in reversed(list(enumerate(_doubles().int().tolist()))):
+        table[double + most] = code
     if not torch.equal(scales.bfloat16().float(), scales) or int(doubles.abs().max()) > most:
         return None
     codes = looked_up(table, (doubles + most).to(torch.uint8))

@@ -149,10 +149,11 @@ class _Reader:
             order = rule.make([np.arange(tensor.shape[-1])[None] for tensor in tensors], self._config)
             return found.columns(torch.from_numpy(order.ravel()))
         # Arrange the numbers of the rows as `read` arranges their values.
-        numbers = np.split(
-            np.arange(len(found.codes)), np.cumsum([math.prod(part.shape[:-1]) for part in tensors])[:-1]
-        )
-        rows = [part.reshape(*tensor.shape[:-1], 1) for part, tensor in zip(numbers, tensors, strict=True)]
+        rows, first = [], 0
+        for tensor in tensors:
+            n = math.prod(tensor.shape[:-1])
+            rows.append(np.arange(first, first + n).reshape(*tensor.shape[:-1], 1))
+            first += n
         made = rows[0] if rule is None else rule.make(rows, self._config)
         order = torch.from_numpy(self._reordered(name, sources[0], made).ravel())
         is_same = torch.equal(order, torch.arange(len(found.codes)))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1, 4-bit floats with 2 bits of exponent and 1 of mantissa. The highest bit is the sign."""
+from etkv.packed_weights import DOUBLED, looked_up
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -35,9 +34,8 @@ def words_of(count: int, bits: int) -> int:
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """Return the two floats in each byte of ``packed`` [.., n], the lower half first: float32 [.., 2 * n]."""
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return table[halves.int()]
+    table = torch.tensor([sign * (double / 2) for sign in (1, -1) for double in DOUBLED])
+    return looked_up(table, torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2))
 
 
 def power_scales(exponents: torch.Tensor) -> torch.Tensor:
