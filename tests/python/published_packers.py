@@ -181,12 +181,12 @@ def nvfp4(rows: int, columns: int, *, divides: bool, seed: int = 0) -> Packed:
     return {"weight": in_bytes, "weight_scale": scale, "weight_scale_2": whole}, made
 
 
-def mxfp4(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes [rows, columns / 2] with two numbers each, exponents [rows, columns / 32], and the weight."""
+def mxfp4(rows: int, columns: int, seed: int = 0) -> Packed:
+    """Return a layer of compressed-tensors in MXFP4: bytes with two numbers each, and exponents of groups of 32."""
     exponents = numbers(3, rows, columns // 32, seed=seed).to(torch.uint8) + 118
     factor = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in exponents.tolist()])
     in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 32)
-    return in_bytes, exponents, made
+    return {"weight_packed": in_bytes, "weight_scale": exponents}, made
 
 
 def bitsandbytes(rows: int, columns: int, *, is_nested: bool, seed: int = 0) -> Packed:

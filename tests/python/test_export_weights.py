@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import read_models
 from etkv.errors import EtkvError
-from etkv.export import source
 from etkv.export.published import REMEDY
-from etkv.export.request import ExportRequest
 
 
 @pytest.fixture
@@ -25,14 +24,9 @@ def _add(folder, **added: torch.Tensor) -> None:
     save_file({**load_file(file), **{name.replace("__", "."): x for name, x in added.items()}}, file, {"format": "pt"})
 
 
-def _read(folder):
-    origin = source.find(ExportRequest(folder, folder).model)
-    return source.read_model(origin, source.read_config(origin), "float32")
-
-
 def _error(folder) -> str:
     with pytest.raises(EtkvError) as caught:
-        _read(folder)
+        read_models.plain(folder)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -58,7 +52,7 @@ def test_weights_without_effect_are_ignored(folder):
         vision_tower__blocks__0__weight=torch.ones(2, 2),
         score__weight=torch.ones(2, 64),
     )
-    _read(folder)
+    read_models.plain(folder)
 
 
 def test_a_bias_is_not_a_mask(folder):
@@ -76,8 +70,7 @@ def test_an_adapter_beside_the_model_is_refused(folder, name):
 
 
 def test_a_shape_that_the_configuration_contradicts(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    read_models.configure(folder, intermediate_size=96)
     assert _error(folder) == (
         f"{folder} has 6 weights whose shape differs from its configuration, the first is "
         "model.layers.0.mlp.down_proj.weight: [64, 128], expected [64, 96]"
@@ -87,7 +80,7 @@ def test_a_shape_that_the_configuration_contradicts(folder):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.safetensors"])
 def test_copies_in_another_format_are_not_read(folder, name):
     shutil.copy(folder / "model.safetensors", folder / name)
-    _read(folder)
+    read_models.plain(folder)
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "extra.safetensors", "lm_head.bin"])
@@ -101,7 +94,7 @@ def test_a_second_checkpoint_is_refused(folder, name):
 
 def test_files_of_a_training_are_not_weights(folder):
     (folder / "training_args.bin").write_bytes(b"x")
-    _read(folder)
+    read_models.plain(folder)
 
 
 def _shard(folder, **changes: str) -> None:
@@ -117,7 +110,7 @@ def _shard(folder, **changes: str) -> None:
 
 def test_shards_are_read_together(folder):
     _shard(folder)
-    _read(folder)
+    read_models.plain(folder)
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "more.safetensors")
     assert "move more.safetensors out of the folder" in _error(folder)
 
@@ -148,12 +141,11 @@ def test_weights_under_another_name_are_not_read(folder):
 
 
 def test_settings_of_a_quantization_that_the_weights_lack(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gguf"}}))
+    read_models.configure(folder, quantization_config={"quant_method": "gguf"})
     assert "are quantized (gguf), but the exporter reads awq, " in _error(folder)
     # No tensor is quantized, although the configuration has a quantization.
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    _read(folder)
+    read_models.configure(folder, quantization_config={"quant_method": "awq"})
+    read_models.plain(folder)
 
 
 def test_weights_of_8_bits_need_settings(folder):

@@ -1,9 +1,10 @@
-"""MLX programs keep the integers and scales of published files if MLX's operations support them."""
+"""Programs keep the integers and scales of published files if the kernels of their backend support them."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,105 +13,84 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import published_packers as packers
+import read_models
 import test_gguf_architectures
 import test_published
 import tiny_gguf
-from etkv.export import ExportRequest, Progress, experts, export_program, lowering, packing, source
+from etkv.export import ExportRequest, Progress, export_program
 from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
-from etkv.export.scratch import Scratch
-
-
-def _packed(model: Path, folder: Path, **request: Any):
-    """Return the model with packed weights, and its :class:`Packing`."""
-    wanted = ExportRequest(model, folder / "model.pte", **request)
-    origin = source.find(model)
-    with Scratch(folder, origin.files()) as scratch:
-        made = packing.Packing(lowering.packer(wanted, request.get("group_size", 32), scratch), scratch)
-        read = source.read_model(origin, source.read_config(origin), "float32", packing=made)
-        return {name: layer.plain().clone() for name, layer in packing.layers(read)}, made
-
-
-@pytest.fixture(scope="module")
-def folders(tiny, tmp_path_factory):
-    """Return a function that writes a folder with quantized attention, and a folder with the dequantized weights."""
-
-    def make(settings: dict[str, Any], pack: Any) -> tuple[Path, Path]:
-        made = tmp_path_factory.mktemp("kept")
-        folder, plain = (shutil.copytree(tiny("tiny-llama"), made / part) for part in ("quantized", "plain"))
-        test_published.quantize(folder, plain, settings, pack, "self_attn")
-        return folder, plain
-
-    return make
-
+from read_models import packed_weights
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OF_ATTENTION = 8
 """The number of attention matrices in tiny-llama."""
 
-folder = test_gguf_architectures.folder
+_gptq = partial(packers.gptq, group_size=32, bits=4, symmetric=True)
 
-CASES = {
-    "awq": (test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), {"quantize": "4w"}, True),
-    "awq in 8 bits": (
-        test_published.AWQ,
-        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
-        {"quantize": "8w"},
-        True,
-    ),
-    "gptq": (
-        GPTQ,
-        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
-        {"quantize": "4w"},
-        True,
-    ),
-    "groups of a row": (
-        {**GPTQ, "group_size": -1},
-        lambda *shape, seed: packers.gptq(*shape, shape[1], 4, symmetric=True, seed=seed),
-        {"quantize": "4w"},
-        True,
-    ),
-    "larger groups than asked for": (
-        {**GPTQ, "group_size": 64},
-        lambda *shape, seed: packers.gptq(*shape, 64, 4, symmetric=True, seed=seed),
-        {"quantize": "4w", "group_size": 32},
-        True,
-    ),
-    "smaller groups than asked for": (
-        GPTQ,
-        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
-        {"quantize": "4w", "group_size": 64},
-        False,
-    ),
-    "more bits than asked for": (
-        {**GPTQ, "bits": 8},
-        lambda *shape, seed: packers.gptq(*shape, 32, 8, symmetric=True, seed=seed),
-        {"quantize": "4w"},
-        False,
-    ),
+PUBLISHED: dict[str, tuple[dict[str, Any], Any]] = {
+    "awq": (test_published.AWQ, partial(packers.awq, group_size=32)),
+    "gptq": (GPTQ, _gptq),
+    "gptq in 8 bits": ({**GPTQ, "bits": 8}, partial(_gptq, bits=8)),
+    "groups of 64": ({**GPTQ, "group_size": 64}, partial(_gptq, group_size=64)),
+    "groups of a row": ({**GPTQ, "group_size": -1}, lambda *shape, seed: _gptq(*shape, group_size=shape[1], seed=seed)),
     "columns in another order": (
         {**GPTQ, "desc_act": True},
-        lambda *shape, seed: packers.gptq(
-            *shape, 32, 4, group_of=[column % 2 for column in range(shape[1])], symmetric=True, seed=seed
-        ),
-        {"quantize": "4w"},
-        False,
+        lambda *shape, seed: _gptq(*shape, group_of=[column % 2 for column in range(shape[1])], seed=seed),
     ),
+    "compressed-tensors": (test_published._packed(4), partial(packers.packed_integers, group_size=32, bits=4)),
 }
+"""A kind of published folders -> settings, and a function that packs a matrix."""
+
+CASES = [
+    ("awq", "4w", None, True),
+    ("awq", "8w", None, True),
+    ("gptq", "4w", None, True),
+    ("groups of a row", "4w", None, True),
+    # Groups may be larger than asked for, but not smaller. Integers may have fewer bits, but not more.
+    ("groups of 64", "4w", 32, True),
+    ("gptq", "4w", 64, False),
+    ("gptq in 8 bits", "4w", None, False),
+    ("columns in another order", "4w", None, False),
+    ("gptq", "8da4w", None, "int4_float16"),
+    ("compressed-tensors", "8da4w", None, "int4"),
+    ("gptq in 8 bits", "8da8w", None, "int8_float16"),
+    ("awq", "8da4w", None, "int4_float32_biased"),
+    # The differences of codes and zero points fit 8 bits.
+    ("awq", "8da8w", None, "int8_float16"),
+    ("groups of 64", "8da4w", 32, "int4_float16"),
+    ("gptq", "8da4w", 64, False),
+    ("gptq in 8 bits", "8da4w", None, False),
+    ("columns in another order", "8da4w", None, False),
+]
+"""A kind of folders, the quantization and group size of the request, and whether integers are kept, or their format on
+the CPU.
+"""
+
+folder = test_gguf_architectures.folder
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_integers_are_kept_where_mlx_takes_them(folders, tmp_path, case):
-    settings, pack, request, is_kept = CASES[case]
-    folder, plain = folders(settings, pack)
-    (tmp_path / "0").mkdir()
-    read, made = _packed(folder, tmp_path / "0", **request)
-    assert (made.kept, made.repacked) == ((OF_ATTENTION, 0) if is_kept else (0, OF_ATTENTION))
-    origin = source.find(plain)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
-    for name, values in read.items():
+def written(source: Path, folder: Path, kind: str, chosen: str) -> tuple[Path, Path]:
+    """Write a folder in which weights whose names contain ``chosen`` are quantized, and one with their values."""
+    quantized, plain = (shutil.copytree(source, folder / part) for part in ("quantized", "plain"))
+    test_published.quantize(quantized, plain, *PUBLISHED[kind], chosen)
+    return quantized, plain
+
+
+@pytest.mark.parametrize(("kind", "quantize", "group_size", "kept"), CASES)
+def test_integers_are_kept_where_kernels_take_them(tiny, tmp_path, kind, quantize, group_size, kept):
+    quantized, plain = written(tiny("tiny-llama"), tmp_path, kind, "self_attn")
+    found = packed_weights(quantized, tmp_path / "made", quantize, group_size)
+    assert (found.kept, found.repacked) == ((OF_ATTENTION, 0) if kept else (0, OF_ATTENTION))
+    is_cpu = "da" in quantize
+    meant = read_models.plain(plain)
+    for name, values in found.layers.items():
         own = meant.get_submodule(name).weight
-        if is_kept and "self_attn" in name:
+        is_kept = bool(kept) and "self_attn" in name
+        if is_cpu:
+            assert torch.equal(values, own) == is_kept
+            assert found.formats[name] == (kept if is_kept else f"int{quantize[3]}")
+        elif is_kept:
             # With a bias, a program rounds twice: after the product and after the sum.
             torch.testing.assert_close(values, own, rtol=0, atol=3e-7 * float(own.abs().max()))
         else:
@@ -118,62 +98,65 @@ def test_integers_are_kept_where_mlx_takes_them(folders, tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantize"),
-    [("Q4_0", "4w"), ("Q4_1", "4w"), ("Q4_0", "8w"), ("Q5_0", "8w"), ("Q5_1", "8w"), ("Q8_0", "8w")],
+    ("kind", "quantize", "name"),
+    [
+        *((kind, "4w", None) for kind in ("Q4_0", "Q4_1")),
+        *((kind, "8w", None) for kind in ("Q4_0", "Q5_0", "Q5_1", "Q8_0")),
+        ("Q4_0", "8da4w", "int4_float16"),
+        ("Q4_1", "8da4w", "int4_float16_biased"),
+        *((kind, "8da8w", "int8_float16") for kind in ("Q4_0", "Q5_0", "Q8_0")),
+    ],
 )
-def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
+def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize, name):
+    """The integers of the embedding, which the head shares, are also kept."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind)
-    read, made = _packed(file, tmp_path, quantize=quantize)
-    assert (made.kept, made.repacked) == (15, 0)
-    origin = source.find(file)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
-    assert all(torch.equal(values, meant.get_submodule(name).weight) for name, values in read.items())
+    found = packed_weights(file, tmp_path / "made", quantize)
+    assert (found.kept, found.repacked) == (15, 0)
+    assert set(found.formats.values()) == {name}
+    meant = read_models.plain(file)
+    assert all(torch.equal(values, meant.get_submodule(layer).weight) for layer, values in found.layers.items())
 
 
 def test_matrices_of_other_types_are_counted(tiny, tmp_path, monkeypatch):
     """Such as Q6_K, whose groups no program has."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_0")
     monkeypatch.delitem(packed.FORMATS, "Q4_0")
-    _, made = _packed(file, tmp_path, quantize="4w")
+    _, made = read_models.packed(file, tmp_path / "made", "4w")
     assert (made.kept, made.repacked) == (0, 15)
     assert made.remarks()[-1].startswith("15 matrices of the source are quantized again")
     plain = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "plain.gguf")
-    _, made = _packed(plain, tmp_path, quantize="4w")
+    _, made = read_models.packed(plain, tmp_path / "made", "4w")
     assert (made.kept, made.repacked) == (0, 0)
 
 
-def _experts(model: Path, folder: Path, quantize: str = "4w"):
-    """Return the weights of experts in a quantized program, the expected weights of ``model``, and the packing."""
-    wanted = ExportRequest(model, folder / "model.pte", quantize=quantize)
-    origin = source.find(model)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
-    with Scratch(folder, origin.files()) as scratch:
-        made = packing.Packing(lowering.packer(wanted, 32, scratch), scratch)
-        read = source.read_model(origin, source.read_config(origin), "float32", packing=made)
-        return experts.plain_weights(read), meant.state_dict(), made
+@pytest.mark.parametrize(
+    ("kind", "quantize", "chosen"),
+    [("awq", "4w", ".experts."), ("gptq", "8da4w", ".experts."), ("gptq", "8da4w", "down_proj")],
+)
+def test_experts_of_a_folder_are_kept(tiny, tmp_path, kind, quantize, chosen):
+    """A file has separate matrices for each expert. A product of all experts has them concatenated. On the CPU, two
+    products of an expert may have different formats. One layer has no experts.
+    """
+    quantized, plain = written(tiny("tiny-qwen3-moe"), tmp_path, kind, chosen)
+    found, meant = packed_weights(quantized, tmp_path / "made", quantize), read_models.plain(plain).state_dict()
+    assert (found.kept, found.repacked) == (2, 0)
+    assert len(found.experts) == 2
+    for name, values in found.experts.items():
+        if quantize == "4w":
+            torch.testing.assert_close(values, meant[name], rtol=0, atol=3e-7 * float(meant[name].abs().max()))
+        else:
+            assert torch.equal(values, meant[name]) == (chosen == ".experts." or "down_proj" in name)
 
 
-def test_experts_of_a_folder_are_kept(tiny, tmp_path):
-    """A file has separate matrices for each expert. A product of all experts has them concatenated."""
-    folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
-    test_published.quantize(
-        folder, plain, test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), ".experts."
-    )
-    read, meant, made = _experts(folder, tmp_path)
-    assert len(read) == 2
-    assert (made.kept, made.repacked) == (2, 0)
-    for name, values in read.items():
-        torch.testing.assert_close(values, meant[name], rtol=0, atol=3e-7 * float(meant[name].abs().max()))
-
-
-@pytest.mark.parametrize("quantize", ["8w", "4w"])
-def test_experts_in_mxfp4_are_kept_in_8_bits(tmp_path, quantize):
-    """A 4-bit float is half of an integer from -12 to 12."""
-    read, meant, made = _experts(test_published.gpt_oss(tmp_path)[0], tmp_path, quantize)
-    assert (made.kept, made.repacked) == ((2, 0) if quantize == "8w" else (0, 2))
-    assert len(read) == 2
-    for name, values in read.items():
-        assert torch.equal(values, meant[name]) == (quantize == "8w"), name
+@pytest.mark.parametrize(("quantize", "is_kept"), [("8w", True), ("4w", False), ("8da4w", True), ("8da8w", True)])
+def test_experts_in_mxfp4_are_kept(tmp_path, quantize, is_kept):
+    """On MLX they need 8 bits: a 4-bit float is half of an integer from -12 to 12."""
+    quantized, _ = test_published.gpt_oss(tmp_path)
+    found, meant = packed_weights(quantized, tmp_path / "made", quantize), read_models.plain(quantized).state_dict()
+    assert (found.kept, found.repacked) == ((2, 0) if is_kept else (0, 2))
+    assert len(found.experts) == 2
+    for name, values in found.experts.items():
+        assert torch.equal(values, meant[name]) == is_kept, name
 
 
 def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
@@ -181,17 +164,17 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     keys = {".expert_weights_norm": config["norm_topk_prob"]}
     sparse = shutil.copytree(folder, tmp_path / "sparse")
-    (sparse / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "mlp_only_layers": []}))
+    read_models.configure(sparse, num_hidden_layers=1, mlp_only_layers=[])
     loaded = {
         name: x for name, x in load_file(folder / "model.safetensors").items() if not name.startswith("model.layers.1.")
     }
     save_file(loaded, sparse / "model.safetensors", {"format": "pt"})
     file = tiny_gguf.write(sparse, tmp_path / "x.gguf", architecture="qwen3moe", keys=keys, quantize="Q4_0")
-    read, meant, made = _experts(file, tmp_path)
+    found, meant = packed_weights(file, tmp_path / "made", "4w"), read_models.plain(file).state_dict()
     # Kept matrices are those of both products, of attention, the embedding that the head shares, and the router.
-    assert len(read) == 2
-    assert (made.kept, made.repacked) == (8, 0)
-    assert all(torch.equal(values, meant[name]) for name, values in read.items())
+    assert len(found.experts) == 2
+    assert (found.kept, found.repacked) == (8, 0)
+    assert all(torch.equal(values, meant[name]) for name, values in found.experts.items())
 
 
 @pytest.mark.parametrize(
@@ -208,11 +191,11 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
 def test_matrices_of_gguf_files_in_another_order_are_kept(folder, tmp_path, name, kind, quantize):
     """A file has rows or columns of experts, or of heads, in another order than transformers."""
     _, file = test_gguf_architectures.written(folder, tmp_path / "x.gguf", name, kind)
-    read, meant, made = _experts(file, tmp_path, quantize)
-    assert made.repacked == 0
-    assert made.kept > 0
-    assert bool(read) == (name != "qwen35")
-    assert all(torch.equal(values, meant[name]) for name, values in read.items())
+    found, meant = packed_weights(file, tmp_path / "made", quantize), read_models.plain(file).state_dict()
+    assert found.repacked == 0
+    assert found.kept > 0
+    assert bool(found.experts) == (name != "qwen35")
+    assert all(torch.equal(values, meant[name]) for name, values in found.experts.items())
 
 
 def test_columns_of_a_group_stay_together():
@@ -225,15 +208,21 @@ def test_columns_of_a_group_stay_together():
     assert groups.columns(same.roll(16)) is None
 
 
-def test_a_program_has_biases(folders, tmp_path):
+class Noted(Progress):
+    """Keeps the notes of an export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_program_has_biases(tiny, tmp_path):
     """The export's check compares the program, which has integers, scales and biases of AWQ, with the model."""
-    folder, _ = folders(*CASES["awq"][:2])
-    lines: list[str] = []
-
-    class Noted(Progress):
-        def note(self, text: str) -> None:
-            lines.append(text)
-
-    export_program(ExportRequest(folder, tmp_path / "model.pte", quantize="4w", verify=True), Noted())
-    assert any("8 matrices keep the integers" in line for line in lines)
-    assert json.loads((tmp_path / "export.json").read_text())["checked"]
+    quantized, _ = written(tiny("tiny-llama"), tmp_path, "awq", "self_attn")
+    noted = Noted()
+    export_program(ExportRequest(quantized, tmp_path / "out" / "model.pte", quantize="4w", verify=True), noted)
+    assert any("8 matrices keep the integers" in line for line in noted.notes)
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["checked"]

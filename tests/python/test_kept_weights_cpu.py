@@ -1,12 +1,10 @@
-"""CPU programs keep the integers and scales of published files."""
+"""Formats of packed weights on the CPU hold the integers and scales of published files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,23 +13,18 @@ import torch
 
 import cpu_programs
 import etkv
-import published_packers as packers
+import read_models
 import reference
 import test_kept_weights
-import test_published
 import tiny_gguf
-from etkv.export import Progress, experts, export_program, lowering, packing, source
+from etkv.export import ExportRequest, export_program
 from etkv.export.cpu import linears
 from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
-from etkv.export.request import ExportRequest
 from etkv.export.scratch import Scratch
 from etkv.linear_op import rounded
 from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
-
-folders = test_kept_weights.folders
-GPTQ, OF_ATTENTION = test_kept_weights.GPTQ, test_kept_weights.OF_ATTENTION
 
 ROWS, COLUMNS = 40, 512
 
@@ -188,162 +181,15 @@ def test_a_program_has_the_numbers_of_a_file(outputs, case):
         assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * size).all())
 
 
-def _packed(model: Path, folder: Path, quantize: str, group_size: int | None = None):
-    """Return the model's packed layers, the expected weights, and the packing."""
-    folder.mkdir(exist_ok=True)
-    wanted = ExportRequest(model, folder / "model.pte", backend="cpu", quantize=quantize, group_size=group_size)
-    origin = source.find(model)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
-    with Scratch(folder, origin.files()) as scratch:
-        made = packing.Packing(lowering.packer(wanted, group_size or 32, scratch), scratch)
-        read = source.read_model(origin, source.read_config(origin), "float32", packing=made)
-        layers = {name: (layer.etkv_format, layer.plain().clone()) for name, layer in packing.layers(read)}
-        return layers, experts.plain_weights(read), meant, made
-
-
-CASES: dict[str, tuple[dict[str, Any], Any, str, int | None, str | None]] = {
-    "gptq": (
-        GPTQ,
-        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
-        "8da4w",
-        None,
-        "int4_float16",
-    ),
-    "compressed-tensors": (
-        test_published._packed(4),
-        lambda *shape, seed: packers.packed_integers(*shape, 32, 4, seed=seed),
-        "8da4w",
-        None,
-        "int4",
-    ),
-    "gptq in 8 bits": (
-        {**GPTQ, "bits": 8},
-        lambda *shape, seed: packers.gptq(*shape, 32, 8, symmetric=True, seed=seed),
-        "8da8w",
-        None,
-        "int8_float16",
-    ),
-    "awq": (
-        test_published.AWQ,
-        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
-        "8da4w",
-        None,
-        "int4_float32_biased",
-    ),
-    # The differences of codes and zero points fit 8 bits.
-    "awq in 8 bits": (
-        test_published.AWQ,
-        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
-        "8da8w",
-        None,
-        "int8_float16",
-    ),
-    "larger groups than asked for": (
-        {**GPTQ, "group_size": 64},
-        lambda *shape, seed: packers.gptq(*shape, 64, 4, symmetric=True, seed=seed),
-        "8da4w",
-        32,
-        "int4_float16",
-    ),
-    "smaller groups than asked for": (
-        GPTQ,
-        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
-        "8da4w",
-        64,
-        None,
-    ),
-    "more bits than asked for": (
-        {**GPTQ, "bits": 8},
-        lambda *shape, seed: packers.gptq(*shape, 32, 8, symmetric=True, seed=seed),
-        "8da4w",
-        None,
-        None,
-    ),
-    "columns in another order": (
-        {**GPTQ, "desc_act": True},
-        lambda *shape, seed: packers.gptq(
-            *shape, 32, 4, group_of=[column % 2 for column in range(shape[1])], symmetric=True, seed=seed
-        ),
-        "8da4w",
-        None,
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_integers_are_kept_where_tiles_take_them(folders, tmp_path, case):
-    settings, pack, quantize, group_size, name = CASES[case]
-    folder, plain = folders(settings, pack)
-    layers, _, _, made = _packed(folder, tmp_path, quantize, group_size)
-    assert (made.kept, made.repacked) == ((OF_ATTENTION, 0) if name else (0, OF_ATTENTION))
-    origin = source.find(plain)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
-    for layer, (found, values) in layers.items():
-        is_kept = bool(name) and "self_attn" in layer
-        assert torch.equal(values, meant.get_submodule(layer).weight) == is_kept
-        assert found == (name if is_kept else f"int{quantize[3]}")
-
-
-@pytest.mark.parametrize(
-    ("kind", "quantize", "name"),
-    [
-        ("Q4_0", "8da4w", "int4_float16"),
-        ("Q4_0", "8da8w", "int8_float16"),
-        ("Q4_1", "8da4w", "int4_float16_biased"),
-        ("Q5_0", "8da8w", "int8_float16"),
-        ("Q8_0", "8da8w", "int8_float16"),
-    ],
-)
-def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize, name):
-    """The integers of the embedding, which the head shares, are also kept."""
-    file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind)
-    layers, _, meant, made = _packed(file, tmp_path / "made", quantize)
-    assert (made.kept, made.repacked) == (15, 0)
-    for layer, (found, values) in layers.items():
-        assert found == name
-        assert torch.equal(values, meant.get_submodule(layer).weight)
-
-
-@pytest.mark.parametrize(("chosen", "n_kept"), [(".experts.", 2), ("down_proj", 2)])
-def test_experts_of_a_folder_are_kept(tiny, tmp_path, chosen, n_kept):
-    """The integers of both products are kept, or only those of the second. The products then have different formats.
-    One layer has no experts.
-    """
-    folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
-    test_published.quantize(folder, plain, GPTQ, CASES["gptq"][1], chosen)
-    _, found, meant, made = _packed(folder, tmp_path / "made", "8da4w")
-    assert (made.kept, made.repacked) == (n_kept, 0)
-    assert len(found) == 2
-    for name, values in found.items():
-        is_kept = chosen == ".experts." or "down_proj" in name
-        assert torch.equal(values, meant.state_dict()[name]) == is_kept
-
-
-@pytest.mark.parametrize("quantize", ["8da4w", "8da8w"])
-def test_experts_in_mxfp4_are_kept(tmp_path, quantize):
-    read, found, meant, made = _packed(test_published.gpt_oss(tmp_path)[0], tmp_path / "made", quantize)
-    assert read
-    assert (made.kept, made.repacked) == (2, 0)
-    assert len(found) == 2
-    assert all(torch.equal(values, meant.state_dict()[name]) for name, values in found.items())
-
-
 def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):
     """The export says what is kept. Logits differ by the rounding of activations to 8 bits."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_1")
-    lines: list[str] = []
-
-    class Noted(Progress):
-        def note(self, text: str) -> None:
-            lines.append(text)
-
     request = ExportRequest(file, tmp_path / "model.pte", backend="cpu", quantize="8da4w", verify=True)
-    export_program(request, Noted())
-    assert any("15 matrices keep the integers" in line for line in lines)
-    assert not any("quantized again" in line for line in lines)
-    origin = source.find(file)
-    meant = source.read_model(origin, source.read_config(origin), "float32")
+    noted = test_kept_weights.Noted()
+    export_program(request, noted)
+    assert any("15 matrices keep the integers" in line for line in noted.notes)
+    assert not any("quantized again" in line for line in noted.notes)
+    meant = read_models.plain(file)
     meant.set_attn_implementation("eager")
     ids = list(range(40, 90))
     (found,) = cpu_programs.run(request.output, ids)
@@ -362,10 +208,9 @@ def _error(found: torch.Tensor, expected: Any) -> float:
 @pytest.mark.skipif(not reference.EVERYTHING, reason="exports once more: make test-long")
 def test_a_program_of_experts_in_two_formats(tiny, tmp_path):
     """The second products of an expert have the integers of the file, and the first are quantized."""
-    folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
-    test_published.quantize(folder, plain, GPTQ, CASES["gptq"][1], "down_proj")
+    quantized, _ = test_kept_weights.written(tiny("tiny-qwen3-moe"), tmp_path, "gptq", "down_proj")
     hf = tmp_path / "hf"
-    request = ExportRequest(folder, tmp_path / "model.pte", backend="cpu", quantize="8da4w", verify=True, keep_hf=hf)
+    request = ExportRequest(quantized, tmp_path / "model.pte", backend="cpu", quantize="8da4w", verify=True, keep_hf=hf)
     export_program(request)
     payloads = [json.loads(payload) for payload in PteFile(request.output).cpu_payloads()]
     (call,) = (payload for payload in payloads if payload["op"] == "routed_experts")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import read_models
 import reference
-import test_kept_weights as kept
 import test_published
 import tiny_models
 from etkv.errors import EtkvError
-from etkv.export import hf_folder, source
+from etkv.export import hf_folder
+from read_models import packed_weights
 
 LINEARS = ("self_attn.", "mlp.", "embed_tokens", "lm_head")
 
@@ -39,6 +40,12 @@ def _quantize(weight: torch.Tensor, **how) -> tuple[dict[str, torch.Tensor], tor
     return {name: _tensor(part) for name, part in parts.items()}, _tensor(values)
 
 
+def _expert(name: str) -> tuple[int, str]:
+    """Return the index of an expert, and mlx-lm's name of the product, from the rest of a weight's name."""
+    expert, _, product = name.removesuffix(".weight").partition(".")
+    return int(expert), {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(product, product)
+
+
 def _stack(loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors under the names of mlx-lm, which stacks the matrices of all experts."""
     of_experts: dict[str, list[torch.Tensor]] = {}
@@ -46,9 +53,7 @@ def _stack(loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, weight in loaded.items():
         block, mark, rest = name.partition(".experts.")
         if mark:
-            product = {"w1.weight": "gate_proj", "w2.weight": "down_proj", "w3.weight": "up_proj"}.get(
-                rest.partition(".")[2], rest.partition(".")[2].removesuffix(".weight")
-            )
+            _, product = _expert(rest)
             of_experts.setdefault(f"{block}.switch_mlp.{product}.weight", []).append(weight)
         else:
             made[name] = weight
@@ -67,15 +72,9 @@ def write(folder: Path, settings: dict, own: dict[str, dict | bool] | None = Non
         parts, expected[name] = _quantize(weight, **(own.get(path) or settings))
         tensors |= {f"{path}.{part}": tensor for part, tensor in parts.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
-    config = json.loads((folder / "config.json").read_text())
     whole = {**settings, **own}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization": whole, "quantization_config": whole}))
+    read_models.configure(folder, quantization=whole, quantization_config=whole)
     return expected
-
-
-def _read(folder: Path):
-    origin = source.find(folder)
-    return source.read_model(origin, source.read_config(origin), "float32")
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ MODES += [{"group_size": 32, "bits": 8, "mode": "mxfp8"}]
 @pytest.mark.parametrize("settings", MODES, ids=lambda one: "{mode}-{bits}".format(**one))
 def test_each_mode_is_decoded_as_mlx_does(folder, settings):
     expected = write(folder, settings)
-    found = _read(folder).state_dict()
+    found = read_models.plain(folder).state_dict()
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         # MLX may fuse the product and the sum.
@@ -104,7 +103,7 @@ def test_layers_have_settings_of_their_own(folder):
     layer = "model.layers.1.mlp.down_proj"
     own = {layer: other, "model.layers.0.self_attn.q_proj": False, "lm_head": {"group_size": 32, "bits": 6}}
     expected = write(folder, {"group_size": 64, "bits": 4}, own)
-    found = _read(folder).state_dict()
+    found = read_models.plain(folder).state_dict()
     for name, values in expected.items():
         torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-6)
 
@@ -112,11 +111,10 @@ def test_layers_have_settings_of_their_own(folder):
 @pytest.mark.parametrize(("mode", "bits", "quantize"), [("affine", 4, 4), ("affine", 8, 8), ("mxfp4", 4, 8)])
 def test_integers_are_kept(folder, tmp_path, mode, bits, quantize):
     expected = write(folder, {"group_size": 32, "bits": bits, "mode": mode})
-    (tmp_path / "out").mkdir()
-    read, made = kept._packed(folder, tmp_path / "out", quantize=f"{quantize}w")
-    assert made.repacked == 0
-    assert made.kept == len(read)
-    for name, values in read.items():
+    found = packed_weights(folder, tmp_path / "out", f"{quantize}w")
+    assert found.repacked == 0
+    assert found.kept == len(found.layers)
+    for name, values in found.layers.items():
         torch.testing.assert_close(values, expected[f"{name}.weight"], rtol=1e-6, atol=1e-6)
 
 
@@ -129,21 +127,19 @@ def test_experts_of_a_layer_are_one_tensor(tiny, tmp_path, family):
     original = load_file(plain / "model.safetensors")
     for name in original:
         block, mark, rest = name.partition(".experts.")
-        product = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
         if mark:
-            expert, _, of = rest.removesuffix(".weight").partition(".")
-            original[name] = expected[f"{block}.switch_mlp.{product.get(of, of)}.weight"][int(expert)].clone()
+            expert, product = _expert(rest)
+            original[name] = expected[f"{block}.switch_mlp.{product}.weight"][expert].clone()
         else:
             original[name] = expected[name]
     save_file(original, plain / "model.safetensors", {"format": "pt"})
-    meant = _read(plain).state_dict()
-    for name, values in _read(folder).state_dict().items():
+    meant = read_models.plain(plain).state_dict()
+    for name, values in read_models.plain(folder).state_dict().items():
         torch.testing.assert_close(values, meant[name], rtol=1e-6, atol=1e-6)
-    (tmp_path / "out").mkdir()
-    _, made = kept._packed(folder, tmp_path / "out", quantize="4w")
+    found = packed_weights(folder, tmp_path / "out", "4w")
     # The matrices of experts and of other layers keep their integers.
-    assert made.repacked == 0
-    assert made.kept > 0
+    assert found.repacked == 0
+    assert found.kept > 0
 
 
 def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
@@ -152,12 +148,16 @@ def test_a_folder_that_mlx_lm_wrote(tiny, tmp_path):
     folder = tmp_path / "mlx"
     convert(str(tiny("tiny-qwen3-moe")), str(folder), quantize=True, q_bits=4, q_group_size=32)
     assert (folder / "model.safetensors.index.json").is_file()
+    found, expected = both_logits(folder)
+    assert abs(found - expected).max() < 1e-4
+
+
+def both_logits(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits of the model that the exporter reads, and those of mlx-lm."""
     ids = list(range(20, 40))
-    model = _read(folder)
+    model = read_models.plain(folder)
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found = model(torch.tensor([ids])).logits[0].numpy()
-    assert abs(found - reference.mlx_lm_logits(folder, ids)).max() < 1e-4
+    return reference.logits(model, ids), reference.mlx_lm_logits(folder, ids)
 
 
 def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
@@ -168,24 +168,16 @@ def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
     published, _ = test_published.gpt_oss(tmp_path, ("sliding_attention", "full_attention"))
     tiny_models.tokenizer().save_pretrained(published)
     # YaRN's frequencies differ between mlx-lm and transformers, so the test does not use YaRN.
-    config = json.loads((published / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    (published / "config.json").write_text(json.dumps(config))
+    read_models.configure(published, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     hf_folder.name_for_mlx_lm(published / "config.json")
     folder = tmp_path / "mlx"
     convert(str(published), str(folder), quantize=True, q_bits=8, q_group_size=32)
-    ids = list(range(20, 40))
-    model = _read(folder)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found = model(torch.tensor([ids])).logits[0].numpy()
-    expected = reference.mlx_lm_logits(folder, ids)
+    found, expected = both_logits(folder)
     assert abs(found - expected).max() < 1e-3 * expected.std()
-    (tmp_path / "out").mkdir()
-    read, meant, made = kept._experts(folder, tmp_path / "out", "8w")
-    assert len(read) == 4
-    assert made.repacked == 0
-    for name, values in read.items():
+    packed, meant = packed_weights(folder, tmp_path / "out", "8w"), read_models.plain(folder).state_dict()
+    assert len(packed.experts) == 4
+    assert packed.repacked == 0
+    for name, values in packed.experts.items():
         assert torch.equal(values, meant[name]), name
 
 
@@ -220,25 +212,22 @@ def test_experts_of_gpt_oss_that_mlx_lm_wrote(tmp_path):
 )
 def test_settings_that_the_weights_lack(folder, settings, said):
     write(folder, {"group_size": 64, "bits": 4})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    read_models.configure(folder, quantization_config=settings)
     with pytest.raises(EtkvError) as caught:
-        _read(folder)
+        read_models.plain(folder)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["quantization", "compression_config"])
 def test_an_entry_of_the_configuration_is_a_mapping(folder, name):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, name: "q4f16_1"}))
+    read_models.configure(folder, **{name: "q4f16_1"})
     with pytest.raises(EtkvError, match=rf"{name} in the configuration of .* is 'q4f16_1', expected a mapping"):
-        _read(folder)
+        read_models.plain(folder)
 
 
 def test_a_mode_has_a_usual_group_size_and_bits(folder):
     expected = write(folder, {"group_size": 32, "bits": 8, "mode": "mxfp8"})
-    config = json.loads((folder / "config.json").read_text())
     settings = {"group_size": None, "bits": None, "mode": "mxfp8", "lm_head": True}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    found = _read(folder).state_dict()
+    read_models.configure(folder, quantization_config=settings)
+    found = read_models.plain(folder).state_dict()
     assert all(torch.equal(found[name], values) for name, values in expected.items())

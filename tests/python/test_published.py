@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import published_packers as packers
+import read_models
 import tiny_families
 from etkv.errors import EtkvError
-from etkv.export import source, weights
+from etkv.export import weights
 from etkv.export.published import REMEDY
-from etkv.export.request import ExportRequest
 
 LAYER = "model.layers.0.self_attn.q_proj"
 ROWS, COLUMNS, GROUP = 32, 64, 32
@@ -66,11 +66,6 @@ def _gptq(bits: int = 4, **settings: Any) -> dict[str, Any]:
 
 def _packed(bits: int, symmetric: bool = True) -> dict[str, Any]:
     return _groups("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=symmetric)
-
-
-def _mxfp4_layer() -> packers.Packed:
-    in_bytes, exponents, expected = packers.mxfp4(*SHAPE)
-    return {"weight_packed": in_bytes, "weight_scale": exponents}, expected
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -127,7 +122,7 @@ CASES = {
         _groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
     ),
     "mxfp4": lambda: (
-        _mxfp4_layer(),
+        packers.mxfp4(*SHAPE),
         _groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     ),
     "nvfp4": lambda: (
@@ -176,14 +171,15 @@ def test_groups_of_layers_have_formats_of_their_own(tmp_path):
 def test_experts_in_mxfp4_are_decoded_exactly(tmp_path):
     experts = [packers.mxfp4(*SHAPE, seed=seed) for seed in range(3)]
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    blocks = torch.stack([made.unflatten(1, (-1, 16)) for made, _, _ in experts])
-    found = _read(
-        tmp_path,
-        {f"{name}_blocks": blocks, f"{name}_scales": torch.stack([exponents for _, exponents, _ in experts])},
-        {"quant_method": "mxfp4"},
-    ).weights
+    found = _read(tmp_path, _of_experts(name, experts), {"quant_method": "mxfp4"}).weights
     assert found.keys() == {name}
-    assert torch.equal(found[name].read(), torch.stack([expected.T for _, _, expected in experts]))
+    assert torch.equal(found[name].read(), torch.stack([expected.T for _, expected in experts]))
+
+
+def _of_experts(name: str, experts: list[packers.Packed]) -> Tensors:
+    """Return the tensors of experts in mxfp4, as in folders of gpt-oss."""
+    codes, exponents = (torch.stack([made[part] for made, _ in experts]) for part in ("weight_packed", "weight_scale"))
+    return {f"{name}_blocks": codes.unflatten(2, (-1, 16)), f"{name}_scales": exponents}
 
 
 def test_scales_of_activations_and_of_caches_are_said(tmp_path):
@@ -199,188 +195,154 @@ def test_scales_of_activations_and_of_caches_are_said(tmp_path):
     assert not _read(tmp_path, tensors, AWQ).remarks
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+TENSORS: dict[str, Callable[[], Tensors]] = {
+    "awq": lambda: packers.awq(*SHAPE, GROUP)[0],
+    "gptq": lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
+    "fp8": lambda: packers.fp8(*SHAPE, (16, 48))[0],
+    "compressed-tensors": lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+    "bitsandbytes": lambda: packers.bitsandbytes(*SHAPE, is_nested=False)[0],
+    "modelopt": lambda: packers.nvfp4(*SHAPE, divides=False)[0],
+}
+"""Method of quantization -> a function that returns the tensors of a layer."""
+
+
+def _only_group(**group: Any) -> dict[str, Any]:
+    return _packed(4) | {"config_groups": {"group_0": group}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": (
         {"quant_method": "unheard-of"},
-        lambda: packers.awq(*SHAPE, GROUP)[0],
         "(unheard-of), but the exporter reads awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, ",
     ),
-    "no method": ({"bits": 4}, lambda: packers.awq(*SHAPE, GROUP)[0], "(by a method that it does not name)"),
-    "awq bits": ({**AWQ, "bits": 8}, lambda: packers.awq(*SHAPE, GROUP)[0], "bits is 8, but the exporter reads 4"),
-    "awq version": (
-        {**AWQ, "version": "marlin"},
-        lambda: packers.awq(*SHAPE, GROUP)[0],
-        "version is 'marlin', expected gemm or gemv",
-    ),
+    "no method": ({"bits": 4}, "(by a method that it does not name)"),
+    "awq bits": ({**AWQ, "bits": 8}, "bits is 8, but the exporter reads 4"),
+    "awq version": ({**AWQ, "version": "marlin"}, "version is 'marlin', expected gemm or gemv"),
     "awq layout": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gemv_fast"},
-        lambda: packers.awq(*SHAPE, GROUP)[0],
         "checkpoint_format is 'gemv_fast', expected gemm or gemv",
     ),
-    "awq layouts": (
-        {**AWQ, "format": "gemv"},
-        lambda: packers.awq(*SHAPE, GROUP)[0],
-        "version and format differ: gemm and gemv",
-    ),
-    "awq part": (
-        AWQ,
-        lambda: {name: x for name, x in packers.awq(*SHAPE, GROUP)[0].items() if name != "qzeros"},
-        f"weight {LAYER}.weight lacks its qzeros",
-    ),
-    "awq group": (
-        {**AWQ, "group_size": 64},
-        lambda: packers.awq(*SHAPE, GROUP)[0],
-        f"tensor {LAYER}.qzeros is int32 [2, 4], expected int32 [1, 4]",
-    ),
-    "gptq bits": (_gptq(5), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 5, but the exporter reads 2, 3, 4, 8"),
-    "gptq other bits": (
-        _gptq(8),
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
-        f"tensor {LAYER}.qweight is int32 [8, 32], expected int32 [16, 32]",
-    ),
-    "gptq group": (
-        _gptq(group_size=16),
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
-        "has 2 groups in 64 columns, but group_size is 16",
-    ),
-    "gptq format": (
-        _gptq(checkpoint_format="marlin"),
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
-        "checkpoint_format is 'marlin'",
-    ),
+    "awq layouts": ({**AWQ, "format": "gemv"}, "version and format differ: gemm and gemv"),
+    "awq group": ({**AWQ, "group_size": 64}, f"tensor {LAYER}.qzeros is int32 [2, 4], expected int32 [1, 4]"),
+    "gptq bits": (_gptq(5), "bits is 5, but the exporter reads 2, 3, 4, 8"),
+    "gptq other bits": (_gptq(8), f"tensor {LAYER}.qweight is int32 [8, 32], expected int32 [16, 32]"),
+    "gptq group": (_gptq(group_size=16), "has 2 groups in 64 columns, but group_size is 16"),
+    "gptq format": (_gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
     "gptq formats": (
         _gptq(checkpoint_format="gptq", format="gptq_v2"),
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
         "checkpoint_format and format differ: gptq and gptq_v2",
     ),
-    "gptq zero": (
-        _gptq(),
-        # A stored zero point of -1, which stands for 0.
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)},
-        "has a zero point of 0, which checkpoints of format gptq store as -1: packages read it as 0 or as 16",
-    ),
-    "gptq without an order": (
-        _gptq(desc_act=True),
-        lambda: {name: tensor for name, tensor in packers.gptq(*SHAPE, GROUP, 4)[0].items() if name != "g_idx"},
-        f"weight {LAYER}.weight lacks its g_idx",
-    ),
-    "gptq order": (
-        _gptq(desc_act=True),
-        lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"g_idx": torch.full((COLUMNS,), 2, dtype=torch.int32)},
-        f"tensor {LAYER}.g_idx has groups outside of the 2 groups of {LAYER}.weight",
-    ),
+    "bits that are no integer": (_gptq(bits=4.0), "bits is 4.0, but the"),
     "fp8 grid": (
         {**FP8, "weight_block_size": [16, 16]},
-        lambda: packers.fp8(*SHAPE, (16, 48))[0],
         f"tensor {LAYER}.weight_scale_inv is float32 [2, 2], expected [2, 4] or [32, 1] for a weight [32, 64]",
     ),
-    "fp8 block": ({**FP8, "weight_block_size": [16]}, lambda: packers.fp8(*SHAPE, (16, 48))[0], "weight_block_size is"),
-    "fp8 without a scale": (
-        FP8,
-        lambda: {"weight": packers.fp8(*SHAPE, (16, 48))[0]["weight"]},
-        "is float8_e4m3fn [32, 64], but the configuration does not say how it is quantized",
-    ),
+    "fp8 block": ({**FP8, "weight_block_size": [16]}, "weight_block_size is"),
     "sparse": (
         _packed(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
         "sparsity_config is {'format': 'sparse-24-bitmask'}, which the exporter does not support",
     ),
-    "sparse by name": (
-        _packed(4) | {"sparsity_config": "dense"},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "sparsity_config is 'dense', expected a mapping",
-    ),
-    "weights of a group": (
-        _packed(4) | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": "int4"}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "weights is 'int4', expected a mapping",
-    ),
+    "sparse by name": (_packed(4) | {"sparsity_config": "dense"}, "sparsity_config is 'dense', expected a mapping"),
+    "weights of a group": (_only_group(targets=["Linear"], weights="int4"), "weights is 'int4', expected a mapping"),
     "activations of a group": (
-        _packed(4) | {"config_groups": {"group_0": {"targets": ["Linear"], "input_activations": 8}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        _only_group(targets=["Linear"], input_activations=8),
         "input_activations is 8, expected a mapping",
     ),
-    "targets": (
-        _packed(4) | {"config_groups": {"group_0": {"targets": [7]}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "targets is [7], expected a list of names",
-    ),
-    "ignored by number": (
-        _packed(4) | {"ignore": [7]},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "ignore is [7], expected a list of names",
-    ),
-    "bits that are no integer": (_gptq(bits=4.0), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 4.0, but the"),
-    "group": (
-        _packed(4) | {"config_groups": {"group_0": "int4"}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "group_0 is 'int4', expected a mapping",
-    ),
-    "block": (
-        _groups("float-quantized", num_bits=8, strategy="block", block_structure="16x48", type="float"),
-        lambda: packers.fp8(*SHAPE, (16, 48), scale_name="weight_scale")[0],
-        "block_structure is '16x48', expected two numbers",
-    ),
+    "targets": (_only_group(targets=[7]), "targets is [7], expected a list of names"),
+    "ignored by number": (_packed(4) | {"ignore": [7]}, "ignore is [7], expected a list of names"),
+    "group": (_packed(4) | {"config_groups": {"group_0": "int4"}}, "group_0 is 'int4', expected a mapping"),
     "rotations": (
         _packed(4) | {"transform_config": {"config_groups": {"R1": {}}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
         "transform_config is {'config_groups': {'R1': {}}}",
     ),
     "ignored": (
         _packed(4) | {"ignore": ["re:.*q_proj"]},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
         f"layer {LAYER} is among the ignored layers, but is quantized",
     ),
-    "class": (
-        _packed(4) | {"config_groups": {"group_0": {"targets": ["LlamaMLP"]}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "a group is for layers of class LlamaMLP",
+    "class": (_only_group(targets=["LlamaMLP"]), "a group is for layers of class LlamaMLP"),
+    "no group": (_only_group(targets=["re:.*v_proj"]), f"0 groups of config_groups are for layer {LAYER}"),
+    "format": (_groups("marlin-24", num_bits=4, strategy="channel"), "format is 'marlin-24'"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo is 'W4A8_AWQ', but the exporter reads 'FP8', 'NVFP4'",
     ),
-    "no group": (
-        _packed(4) | {"config_groups": {"group_0": {"targets": ["re:.*v_proj"]}}},
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        f"0 groups of config_groups are for layer {LAYER}",
+}
+"""Settings of a quantization that are refused, and a part of the message."""
+
+REFUSED_TENSORS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
+    "awq part": (AWQ, lambda given: _without("qzeros", given), f"weight {LAYER}.weight lacks its qzeros"),
+    "gptq zero": (
+        _gptq(),
+        # A stored zero point of -1, which stands for 0.
+        lambda given: given | {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)},
+        "has a zero point of 0, which checkpoints of format gptq store as -1: packages read it as 0 or as 16",
+    ),
+    "gptq without an order": (
+        _gptq(desc_act=True),
+        lambda given: _without("g_idx", given),
+        f"weight {LAYER}.weight lacks its g_idx",
+    ),
+    "gptq order": (
+        _gptq(desc_act=True),
+        lambda given: given | {"g_idx": torch.full((COLUMNS,), 2, dtype=torch.int32)},
+        f"tensor {LAYER}.g_idx has groups outside of the 2 groups of {LAYER}.weight",
+    ),
+    "fp8 without a scale": (
+        FP8,
+        lambda given: _without("weight_scale_inv", given),
+        "is float8_e4m3fn [32, 64], but the configuration does not say how it is quantized",
+    ),
+    "block": (
+        _groups("float-quantized", num_bits=8, strategy="block", block_structure="16x48", type="float"),
+        lambda _: packers.fp8(*SHAPE, (16, 48), scale_name="weight_scale")[0],
+        "block_structure is '16x48', expected two numbers",
     ),
     "zeros": (
         _packed(4),
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4, symmetric=False)[0],
+        lambda _: packers.packed_integers(*SHAPE, GROUP, 4, symmetric=False)[0],
         f"weight {LAYER}.weight is symmetric, but has {LAYER}.weight_zero_point",
-    ),
-    "format": (
-        _groups("marlin-24", num_bits=4, strategy="channel"),
-        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "format is 'marlin-24'",
     ),
     "bitsandbytes sizes": (
         BNB,
-        lambda: (
-            packers.bitsandbytes(*SHAPE, is_nested=False)[0]
-            | {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [32, 64]}')).byte()}
+        lambda given: (
+            given | {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [32, 64]}')).byte()}
         ),
         f"tensor {LAYER}.weight.quant_state.bitsandbytes__nf4 has no sizes of weight {LAYER}.weight",
     ),
     "bitsandbytes layout": (
         BNB,
-        lambda: packers.llm_int8(*SHAPE)[0] | {"weight_format": torch.tensor(2, dtype=torch.uint8)},
+        lambda _: packers.llm_int8(*SHAPE)[0] | {"weight_format": torch.tensor(2, dtype=torch.uint8)},
         f"weight {LAYER}.weight has the layout 2, expected 0 (row by row)",
     ),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        lambda: packers.nvfp4(*SHAPE, divides=False)[0],
-        "quant_algo is 'W4A8_AWQ', but the exporter reads 'FP8', 'NVFP4'",
-    ),
 }
+"""Settings, a function that changes the tensors of their method, and a part of the message."""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_decoded_is_refused(tmp_path, case):
-    settings, tensors, expected = REFUSED[case]
+def _without(part: str, tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != part}
+
+
+def _refuse(folder: Path, tensors: Callable[[Tensors], Tensors], settings: dict[str, Any], expected: str) -> None:
+    """Check that the tensors of the settings' method, changed by ``tensors``, are refused."""
+    given = TENSORS.get(settings.get("quant_method"), TENSORS["awq"])()
     with pytest.raises(EtkvError) as caught:
-        _read(tmp_path, tensors(), settings)
+        _read(folder, tensors(given), settings)
     said = str(caught.value)
     assert expected in said
     assert said.endswith(REMEDY)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_are_refused(tmp_path, case):
+    settings, expected = REFUSED[case]
+    _refuse(tmp_path, lambda given: given, settings, expected)
+
+
+@pytest.mark.parametrize("case", REFUSED_TENSORS)
+def test_tensors_that_are_refused(tmp_path, case):
+    settings, tensors, expected = REFUSED_TENSORS[case]
+    _refuse(tmp_path, tensors, settings, expected)
 
 
 def quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
@@ -395,13 +357,7 @@ def quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, cho
         quantized |= {f"{name.removesuffix('weight')}{part}": x for part, x in tensors.items()}
     save_file(quantized, folder / "model.safetensors", {"format": "pt"})
     save_file(meant, plain / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-
-
-def _model(folder: Path, notes: list[str]):
-    origin = source.find(ExportRequest(folder, folder).model)
-    return source.read_model(origin, source.read_config(origin), "float32", note=notes.append)
+    read_models.configure(folder, quantization_config=settings)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +375,7 @@ def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings
     folder, plain = (shutil.copytree(tiny(name), tmp_path / part) for part in ("quantized", "plain"))
     quantize(folder, plain, settings, pack, chosen)
     notes: list[str] = []
-    model, expected = _model(folder, notes), _model(plain, [])
+    model, expected = read_models.plain(folder, note=notes.append), read_models.plain(plain)
     assert bool(notes) == (settings is FP8)
     assert not hasattr(model.config, "quantization_config")
     found = model.state_dict()
@@ -443,20 +399,17 @@ def gpt_oss(tmp_path: Path, kinds: tuple[str, ...] = ("full_attention",)) -> tup
     for number, name in enumerate(name for name, x in loaded.items() if x.dim() == 3):
         experts, columns, rows = loaded[name].shape
         packed = [packers.mxfp4(rows, columns, seed=10 * number + expert) for expert in range(experts)]
-        loaded[name] = torch.stack([values.T for _, _, values in packed]).contiguous()
+        loaded[name] = torch.stack([values.T for _, values in packed]).contiguous()
         del quantized[name]
-        quantized[f"{name}_blocks"] = torch.stack([codes.unflatten(1, (-1, 16)) for codes, _, _ in packed])
-        quantized[f"{name}_scales"] = torch.stack([exponents for _, exponents, _ in packed])
+        quantized |= _of_experts(name, packed)
     save_file(loaded, plain / "model.safetensors", {"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (folder / "config.json").write_text(json.dumps(settings))
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    read_models.configure(folder, quantization_config=settings)
     save_file(quantized, folder / "model.safetensors", {"format": "pt"})
     return folder, plain
 
 
 def test_experts_of_gpt_oss_are_loaded_as_their_decoded_weights(tmp_path):
-    folder, plain = gpt_oss(tmp_path)
-    found, expected = _model(folder, []).state_dict(), _model(plain, []).state_dict()
+    found, expected = (read_models.plain(made).state_dict() for made in gpt_oss(tmp_path))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], values) for name, values in expected.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+import read_models
 from etkv import models
 from etkv.errors import EtkvError
 from etkv.export import source
@@ -38,11 +39,11 @@ def test_tokenizer(tokenizer):
     assert tokenizer.tokenize("in  1969") == ["in", "ĠĠ", "1", "9", "6", "9"]
 
 
-def test_greedy_answer(origin, tokenizer):
+def test_greedy_answer(tokenizer):
     """The weights are right: transformers' own attention and generation loop, without the cache op, give the answer."""
     import torch
 
-    model = source.read_model(origin, source.read_config(origin), "float32")
+    model = read_models.plain(models.path("smollm2-135m"))
     model.set_attn_implementation("sdpa")
     inputs = tokenizer.apply_chat_template(_QUESTION, add_generation_prompt=True, return_tensors="pt")
     with torch.no_grad():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import read_models
 import tiny_families
 import tiny_models
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, export_program, source, text_part
+from etkv.export import ExportRequest, export_program, text_part
 from reference import EVERYTHING
 
 IDS = [(number * 37 + 11) % 250 for number in range(40)]
@@ -37,13 +38,8 @@ def _write(family: str, folder: Path, **changes) -> torch.nn.Module:
     return model
 
 
-def _read(folder: Path):
-    found = source.find(folder)
-    return source.read_model(found, source.read_config(found), "float32")
-
-
-def _logits(model, attention: str = "eager") -> torch.Tensor:
-    model.set_attn_implementation(attention)
+def _logits(model) -> torch.Tensor:
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         return model(torch.tensor([IDS]), use_cache=False).logits
 
@@ -51,7 +47,7 @@ def _logits(model, attention: str = "eager") -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_part_has_the_logits_of_the_whole(family, tmp_path):
     whole = _write(family, tmp_path)
-    part = _read(tmp_path)
+    part = read_models.plain(tmp_path)
     assert part.config.model_type == whole.config.text_config.model_type
     torch.testing.assert_close(_logits(part), _logits(whole), rtol=1e-4, atol=1e-4)
 
@@ -60,7 +56,7 @@ def test_the_part_has_the_logits_of_the_whole(family, tmp_path):
 def test_weights_are_tied_as_those_of_the_whole(tied, tmp_path):
     """The setting of the text configuration has no effect."""
     _write("mistral3", tmp_path, tie_word_embeddings=tied)
-    part = _read(tmp_path)
+    part = read_models.plain(tmp_path)
     assert (part.lm_head.weight is part.get_input_embeddings().weight) == tied
     assert part.config.tie_word_embeddings == tied
 
@@ -73,7 +69,7 @@ def test_both_names_of_weights(tmp_path):
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     assert "language_model.model.norm.weight" in weights
-    torch.testing.assert_close(_logits(_read(tmp_path)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(read_models.plain(tmp_path)), expected, rtol=1e-4, atol=1e-4)
     new = {}
     for name, weight in weights.items():
         of_text = name.removeprefix("language_model.")
@@ -83,7 +79,7 @@ def test_both_names_of_weights(tmp_path):
             new[of_text.replace("model.", "model.language_model.", 1)] = weight
     assert {"model.language_model.norm.weight", "lm_head.weight"} < set(new)
     save_file(new, file, {"format": "pt"})
-    torch.testing.assert_close(_logits(_read(tmp_path)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(read_models.plain(tmp_path)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "backend"), [("mistral3", "mlx"), ("gemma3", "cpu")])
@@ -113,13 +109,13 @@ def test_a_whole_that_answers_otherwise_than_its_part(tmp_path):
     with pytest.raises(
         EtkvError, match=r"^model family 'aya_vision' and its text part, .* return different logits for a text"
     ):
-        _read(tmp_path)
+        read_models.plain(tmp_path)
 
 
 def test_a_part_that_is_no_decoder_alone(tmp_path):
     _write("florence2", tmp_path)
     with pytest.raises(EtkvError, match=r"^model family 'florence2'"):
-        _read(tmp_path)
+        read_models.plain(tmp_path)
 
 
 def test_a_family_without_a_class_for_the_whole(tmp_path):

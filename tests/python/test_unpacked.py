@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import read_models
 import tiny_families
 import tiny_gguf
-from etkv.export import ExportRequest, causal, experts, families, hf_folder, lowering, packing, scaled_experts, source
-from etkv.export.scratch import Scratch
+from etkv.export import causal, experts, families, hf_folder, packing, scaled_experts
 from family_sweep import _write
 
-QUANTIZED = [("mlx", "4w"), ("cpu", "8da4w")]
+QUANTIZED = pytest.mark.parametrize("quantize", ["4w", "8da4w"])
+"""Quantizations for MLX and for the CPU."""
 
 KINDS = ("Router", "Conv1d", "CohereLayerNorm")
 """Suffixes of the names of layer classes whose two-dimensional weights are never packed."""
@@ -37,60 +38,43 @@ def folder(tmp_path_factory):
     return write
 
 
-def _packed(model: Path, scratch: Scratch, backend: str = "mlx", quantize: str = "4w"):
-    """Return the model with packed weights, and its :class:`Packing`."""
-    origin = source.find(model)
-    wanted = ExportRequest(model, model / "model.pte", backend=backend, quantize=quantize)
-    made = packing.Packing(lowering.packer(wanted, 32, scratch), scratch)
-    return source.read_model(origin, source.read_config(origin), "float32", packing=made), made
-
-
-def _plain(model: Path):
-    origin = source.find(model)
-    return source.read_model(origin, source.read_config(origin), "float32")
-
-
-@pytest.mark.parametrize(("backend", "quantize"), QUANTIZED)
-def test_linear_layers_of_gpt2_are_packed(folder, tmp_path, backend, quantize):
+@QUANTIZED
+def test_linear_layers_of_gpt2_are_packed(folder, tmp_path, quantize):
     model = folder("gpt2")
-    meant = _plain(model)
-    with Scratch(tmp_path, []) as scratch:
-        read, made = _packed(model, scratch, backend, quantize)
-        names = {name for name, _ in packing.layers(read)}
-        matrices = {name for name, weight in meant.named_parameters() if weight.dim() == 2}
-        assert {f"{name}.weight" for name in names} == matrices | {"lm_head.weight"}
-        assert not made.remarks()
-        weights = hf_folder._plain_weights(read)
-        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-        for name in names - {"lm_head"}:
-            own = meant.get_submodule(name).weight
-            assert weights[f"{name}.weight"].shape == own.shape
-            # In 4 bits, the scale of a group is about an eighth of its largest weight.
-            assert (weights[f"{name}.weight"] - own).abs().max() < 0.15 * own.abs().max()
-        layer, own = read.transformer.h[1].attn.c_attn, meant.transformer.h[1].attn.c_attn
-        expected = x @ layer.weight + own.bias
-        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    meant = read_models.plain(model)
+    read, made = read_models.packed(model, tmp_path, quantize)
+    names = {name for name, _ in packing.layers(read)}
+    matrices = {name for name, weight in meant.named_parameters() if weight.dim() == 2}
+    assert {f"{name}.weight" for name in names} == matrices | {"lm_head.weight"}
+    assert not made.remarks()
+    weights = hf_folder._plain_weights(read)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    for name in names - {"lm_head"}:
+        own = meant.get_submodule(name).weight
+        assert weights[f"{name}.weight"].shape == own.shape
+        # In 4 bits, the scale of a group is about an eighth of its largest weight.
+        assert (weights[f"{name}.weight"] - own).abs().max() < 0.15 * own.abs().max()
+    layer, own = read.transformer.h[1].attn.c_attn, meant.transformer.h[1].attn.c_attn
+    expected = x @ layer.weight + own.bias
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
 def test_integers_of_a_gguf_file_of_gpt2_are_kept(folder, tmp_path):
     file = tiny_gguf.write(folder("gpt2", n_inner=256), tmp_path / "x.gguf", architecture="gpt2", quantize="Q4_0")
-    meant = _plain(file)
-    with Scratch(tmp_path, []) as scratch:
-        read, made = _packed(file, scratch)
-        linears = [name for name, layer in packing.layers(read) if layer.etkv_is_transposed]
-        assert len(linears) == 8
-        assert made.repacked == 0
-        for name in linears:
-            assert torch.equal(read.get_submodule(name).weight, meant.get_submodule(name).weight)
+    meant = read_models.plain(file)
+    read, made = read_models.packed(file, tmp_path, "4w")
+    linears = [name for name, layer in packing.layers(read) if layer.etkv_is_transposed]
+    assert len(linears) == 8
+    assert made.repacked == 0
+    for name in linears:
+        assert torch.equal(read.get_submodule(name).weight, meant.get_submodule(name).weight)
 
 
-@pytest.mark.parametrize(("backend", "quantize"), QUANTIZED)
-def test_experts_of_llama4_are_packed(folder, tmp_path, backend, quantize):
-    model = folder("llama4_text")
-    with Scratch(tmp_path, []) as scratch:
-        read, made = _packed(model, scratch, backend, quantize)
-        assert not made.remarks()
-        assert len(experts.plain_weights(read)) == 4
+@QUANTIZED
+def test_experts_of_llama4_are_packed(folder, tmp_path, quantize):
+    read, made = read_models.packed(folder("llama4_text"), tmp_path, quantize)
+    assert not made.remarks()
+    assert len(experts.plain_weights(read)) == 4
 
 
 def test_chosen_experts_of_llama4_suffice():
@@ -115,13 +99,12 @@ def test_chosen_experts_of_llama4_suffice():
 
 
 def test_the_rest_is_named(folder, tmp_path):
-    with Scratch(tmp_path, []) as scratch:
-        _, made = _packed(folder("deepseek_v3"), scratch)
-        assert made.remarks() == [
-            "3 matrices stay in float32, with 8,448 weights: model.layers.*.self_attn.kv_b_proj.weight (expands "
-            "latents in parts), model.layers.*.mlp.gate.weight (DeepseekV3TopkRouter); linear layers, embeddings and "
-            "mixtures of experts are packed"
-        ]
+    _, made = read_models.packed(folder("deepseek_v3"), tmp_path, "4w")
+    assert made.remarks() == [
+        "3 matrices stay in float32, with 8,448 weights: model.layers.*.self_attn.kv_b_proj.weight (expands "
+        "latents in parts), model.layers.*.mlp.gate.weight (DeepseekV3TopkRouter); linear layers, embeddings and "
+        "mixtures of experts are packed"
+    ]
 
 
 def test_families_leave_routers_and_convolutions_alone():

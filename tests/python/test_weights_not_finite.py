@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import test_kept_weights
-import test_kept_weights_cpu
+import read_models
 import test_mlx_folders
 from etkv.errors import EtkvError
 from etkv.export import mlx_quantization
@@ -53,21 +52,17 @@ def test_biases_that_a_dtype_does_not_hold_are_not_kept():
     assert mlx_quantization.keep(large, 4, torch.float16) is None
 
 
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("quantize", ["8da4w", "4w"])
 @pytest.mark.parametrize(("part", "value"), [("biases", -math.inf), ("scales", 3e38)])
-def test_an_export_refuses_weights_that_are_not_finite(tiny, tmp_path, backend, part, value):
+def test_an_export_refuses_weights_that_are_not_finite(tiny, tmp_path, quantize, part, value):
     """A scale of 3e38 is finite, but its products with integers are not."""
     folder = shutil.copytree(tiny("tiny-llama-untied"), tmp_path / "model")
     test_mlx_folders.write(folder, {"group_size": 32, "bits": 4})
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.1.mlp.up_proj.{part}"].fill_(value)
     save_file(tensors, folder / "model.safetensors")
-    (tmp_path / "out").mkdir()
     with pytest.raises(EtkvError, match=r"weights of model\.layers\.1\.mlp\.up_proj cannot be packed: .*not finite"):
-        if backend == "cpu":
-            test_kept_weights_cpu._packed(folder, tmp_path / "out", "8da4w")
-        else:
-            test_kept_weights._packed(folder, tmp_path / "out", quantize="4w")
+        read_models.packed(folder, tmp_path / "out", quantize)
 
 
 def test_a_bias_beside_a_packed_matrix_is_checked(tiny, tmp_path):
@@ -75,6 +70,5 @@ def test_a_bias_beside_a_packed_matrix_is_checked(tiny, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.q_proj.bias"][3] = math.nan
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (tmp_path / "out").mkdir()
     with pytest.raises(EtkvError, match=r"weight model\.layers\.1\.self_attn\.q_proj\.bias has 1 values of 64"):
-        test_kept_weights_cpu._packed(folder, tmp_path / "out", "8da4w")
+        read_models.packed(folder, tmp_path / "out", "8da4w")
