@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from tiny_gguf import Case
 
 GEMMA4 = {
     **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "hidden_size_per_layer_input": 16},
@@ -20,9 +21,8 @@ GEMMA4_KEYS = {
     **{".rope.dimension_count": 32, ".rope.dimension_count_swa": 16, ".attention.layer_norm_rms_epsilon": 1e-6},
 }
 
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "gemma3n": (
-        "gemma3n",
+CASES = {
+    "gemma3n": Case(
         "gemma3n_text",
         {
             **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "laurel_rank": 8},
@@ -43,9 +43,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         },
         {"blk.2.attn_v.weight": [[0.0] * 64] * 32},
     ),
-    "gemma4": ("gemma4", "gemma4_text", GEMMA4, GEMMA4_KEYS, {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12}),
-    "gemma4, shared layers": (
-        "gemma4",
+    "gemma4": Case("gemma4_text", GEMMA4, GEMMA4_KEYS, {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12}),
+    "gemma4, shared layers": Case(
         "gemma4_text",
         GEMMA4
         | {
@@ -60,8 +59,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         # Files have these tensors, which no layer reads.
         {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12, "blk.2.attn_k.weight": [[0.0] * 64] * 32},
     ),
-    "gemma4, experts": (
-        "gemma4",
+    "gemma4, experts": Case(
         "gemma4_text",
         GEMMA4
         | {

@@ -13,30 +13,18 @@ import tiny_models
 from etkv.export import source
 from etkv.export.gguf.weights import read_weights
 from etkv.export.published.weight import State
+from gguf_cases import EXPERTS, LOCAL_EXPERTS, LONGROPE, LONGROPE_TENSORS, PARTIAL, YARN, YARN_KEYS
+from tiny_gguf import Case
 
 TOKENS = [(index * 37 + 11) % 250 for index in range(120)]
 SHAPE = {**tiny_models.SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-YARN_KEYS = {
-    ".rope.scaling.type": "yarn",
-    ".rope.scaling.factor": 4.0,
-    ".rope.scaling.original_context_length": 64,
-}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-SHORT, LONG = [1.0 + 0.1 * index for index in range(8)], [2.0 + 0.5 * index for index in range(8)]
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": SHORT,
-    "long_factor": LONG,
     "original_max_position_embeddings": 64,
 }
 
@@ -55,47 +43,37 @@ def llama3_factors(dim: int) -> np.ndarray:
 
 
 CASES = {
-    "llama": ("llama", "llama", {}, {}, {}),
-    "llama, all biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}, {}),
-    "llama, tied": ("llama", "llama", {"tie_word_embeddings": True}, {}, {}),
-    "llama, wide heads": ("llama", "llama", {"head_dim": 32}, {}, {}),
-    "llama, linear": (
+    "llama": Case("llama"),
+    "llama, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": Case("llama", {"tie_word_embeddings": True}),
+    "llama, wide heads": Case("llama", {"head_dim": 32}),
+    "llama, linear": Case(
         "llama",
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rope_parameters": LINEAR},
         {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
-        {},
     ),
-    "llama, linear by its old name": (
+    "llama, linear by its old name": Case(
         "llama",
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rope_parameters": LINEAR},
         {".rope.scale_linear": 4.0},
-        {},
     ),
-    "llama, longer cosines": (
-        "llama",
+    "llama, longer cosines": Case(
         "llama",
         {
             "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0] * 8,
-                "original_max_position_embeddings": 256,
-                "attention_factor": 1.3,
+                **LONGROPE,
+                **{"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+                **{"original_max_position_embeddings": 256, "attention_factor": 1.3},
             }
         },
         {".rope.scaling.attn_factor": 1.3},
-        {},
     ),
-    "llama 3.1": ("llama", "llama", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
-    "mistral": ("llama", "mistral", {"sliding_window": 24}, {".attention.sliding_window": 24}, {}),
-    "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, {}),
-    "qwen2": ("qwen2", "qwen2", {}, {}, {}),
-    "qwen2, yarn": ("qwen2", "qwen2", {"rope_parameters": YARN}, YARN_KEYS, {}),
-    "qwen2, yarn whole": (
-        "qwen2",
+    "llama, 3.1": Case("llama", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
+    "llama, mistral": Case("mistral", {"sliding_window": 24}, {".attention.sliding_window": 24}),
+    "llama, mixtral": Case("mixtral", LOCAL_EXPERTS),
+    "qwen2": Case("qwen2"),
+    "qwen2, yarn": Case("qwen2", {"rope_parameters": YARN}, YARN_KEYS),
+    "qwen2, yarn whole": Case(
         "qwen2",
         {"rope_parameters": YARN | {"attention_factor": 1.7, "beta_fast": 20.0, "beta_slow": 2.0}},
         YARN_KEYS
@@ -104,44 +82,13 @@ CASES = {
             ".rope.scaling.yarn_beta_fast": 20.0,
             ".rope.scaling.yarn_beta_slow": 2.0,
         },
-        {},
     ),
-    "qwen2moe": (
-        "qwen2moe",
-        "qwen2_moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-        },
-        {},
-        {},
-    ),
-    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}, {}, {}),
-    "qwen3moe": (
-        "qwen3moe",
-        "qwen3_moe",
-        {
-            "head_dim": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-        },
-        {},
-        {},
-    ),
-    "qwen3moe, not normed": (
-        "qwen3moe",
-        "qwen3_moe",
-        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        {".expert_weights_norm": False},
-        {},
-    ),
-    "gemma": ("gemma", "gemma", {"head_dim": 32}, {}, {}),
-    "gemma2": (
-        "gemma2",
+    "qwen2moe": Case("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen3": Case("qwen3", {"head_dim": 32}),
+    "qwen3moe": Case("qwen3_moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3moe, not normed": Case("qwen3_moe", {**EXPERTS, "head_dim": 32}, {".expert_weights_norm": False}),
+    "gemma": Case("gemma", {"head_dim": 32}),
+    "gemma2": Case(
         "gemma2",
         {
             "head_dim": 32,
@@ -155,10 +102,8 @@ CASES = {
             ".final_logit_softcapping": 5.0,
             ".attention.sliding_window": 24,
         },
-        {},
     ),
-    "gemma3": (
-        "gemma3",
+    "gemma3": Case(
         "gemma3_text",
         {
             "head_dim": 32,
@@ -171,10 +116,8 @@ CASES = {
             },
         },
         {".attention.sliding_window": 24, ".rope.scaling.type": "linear", ".rope.scaling.factor": 8.0},
-        {},
     ),
-    "gemma3, its own scale and bases": (
-        "gemma3",
+    "gemma3, its own scale and bases": Case(
         "gemma3_text",
         {
             "head_dim": 32,
@@ -194,57 +137,38 @@ CASES = {
             ".rope.freq_base_swa": 500.0,
             ".final_logit_softcapping": 4.0,
         },
-        {},
     ),
-    "phi2": ("phi2", "phi", {"rope_parameters": PARTIAL}, {}, {}),
-    "phi3": ("phi3", "phi3", {}, {".rope.scaling.original_context_length": 256}, {}),
-    "phi3, window": ("phi3", "phi3", {"sliding_window": 24}, {".attention.sliding_window": 24}, {}),
-    "phi3, partial": ("phi3", "phi3", {"rope_parameters": PARTIAL}, {".attention.sliding_window": 0}, {}),
-    "phi3, long": (
-        "phi3",
+    "phi2": Case("phi", {"rope_parameters": PARTIAL}),
+    "phi3": Case("phi3", {}, {".rope.scaling.original_context_length": 256}),
+    "phi3, window": Case("phi3", {"sliding_window": 24}, {".attention.sliding_window": 24}),
+    "phi3, partial": Case("phi3", {"rope_parameters": PARTIAL}, {".attention.sliding_window": 0}),
+    "phi3, long": Case(
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         {
             ".rope.scaling.original_context_length": 64,
             ".rope.scaling.attn_factor": math.sqrt(1 + math.log(4) / math.log(64)),
         },
-        {"rope_factors_short.weight": np.array(SHORT), "rope_factors_long.weight": np.array(LONG)},
+        LONGROPE_TENSORS,
     ),
-    "starcoder2": ("starcoder2", "starcoder2", {}, {}, {}),
-    "starcoder2, untied": ("starcoder2", "starcoder2", {"tie_word_embeddings": False}, {}, {}),
-    "stablelm": (
-        "stablelm",
-        "stablelm",
-        {"rope_parameters": PARTIAL, "use_qkv_bias": True},
-        {".use_parallel_residual": True},
-        {},
-    ),
-    "stablelm, parallel and normed": (
-        "stablelm",
+    "starcoder2": Case("starcoder2"),
+    "starcoder2, untied": Case("starcoder2", {"tie_word_embeddings": False}),
+    "stablelm": Case("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}, {".use_parallel_residual": True}),
+    "stablelm, parallel and normed": Case(
         "stablelm",
         {"rope_parameters": PARTIAL, "use_parallel_residual": True, "qk_layernorm": True},
         {".use_parallel_residual": True},
-        {},
     ),
-    "gpt2": ("gpt2", "gpt2", {"intermediate_size": None, "n_inner": 96, "rope_parameters": None}, {}, {}),
-    "gptneox": ("gptneox", "gpt_neox", {"rope_parameters": PARTIAL}, {".use_parallel_residual": True}, {}),
-    "gptneox, sequential": (
-        "gptneox",
-        "gpt_neox",
-        {"rope_parameters": PARTIAL, "use_parallel_residual": False},
-        {".use_parallel_residual": False},
-        {},
+    "gpt2": Case("gpt2", {"intermediate_size": None, "n_inner": 96, "rope_parameters": None}),
+    "gptneox": Case("gpt_neox", {"rope_parameters": PARTIAL}, {".use_parallel_residual": True}),
+    "gptneox, sequential": Case(
+        "gpt_neox", {"rope_parameters": PARTIAL, "use_parallel_residual": False}, {".use_parallel_residual": False}
     ),
-    "nemotron": ("nemotron", "nemotron", {"rope_parameters": PARTIAL}, {}, {}),
-    "nemotron, no scaling": (
-        "nemotron",
-        "nemotron",
-        {"rope_parameters": PARTIAL},
-        {".rope.scaling.type": "none", ".rope.scaling.factor": 2.0},
-        {},
+    "nemotron": Case("nemotron", {"rope_parameters": PARTIAL}),
+    "nemotron, no scaling": Case(
+        "nemotron", {"rope_parameters": PARTIAL}, {".rope.scaling.type": "none", ".rope.scaling.factor": 2.0}
     ),
-    "granite": (
-        "granite",
+    "granite": Case(
         "granite",
         {
             "attention_multiplier": 0.1,
@@ -253,74 +177,45 @@ CASES = {
             "logits_scaling": 2.0,
         },
         {".attention.scale": 0.1, ".embedding_scale": 3.0, ".residual_scale": 0.5, ".logit_scale": 2.0},
-        {},
     ),
-    "granitemoe": (
-        "granitemoe",
-        "granitemoe",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
-        {},
-        {},
+    "granitemoe": Case("granitemoe", {**LOCAL_EXPERTS, "attention_multiplier": 0.25}),
+    "granitemoe, shared": Case(
+        "granitemoeshared", {**LOCAL_EXPERTS, "attention_multiplier": 0.25, "shared_intermediate_size": 48}
     ),
-    "granitemoe, shared": (
-        "granitemoe",
-        "granitemoeshared",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "attention_multiplier": 0.25,
-            "shared_intermediate_size": 48,
-        },
-        {},
-        {},
-    ),
-    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}, {}),
-    "olmo2": ("olmo2", "olmo2", {}, {}, {}),
-    "olmo3": (
-        "olmo2",
+    "smollm3": Case("smollm3", {"num_hidden_layers": 4}),
+    "olmo2": Case("olmo2"),
+    "olmo2, olmo3": Case(
         "olmo3",
         {"num_hidden_layers": 4, "sliding_window": 24},
         {".attention.sliding_window": 24, ".attention.sliding_window_pattern": [True, True, True, False]},
-        {},
     ),
-    "olmoe": ("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}, {}),
-    "olmo": (
-        "olmo",
-        "olmo",
-        {"clip_qkv": 0.7},
-        {".attention.clamp_kqv": 0.7, ".attention.layer_norm_epsilon": 1e-5},
-        {},
-    ),
-    "exaone4": ("exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}, {}),
-    "exaone4, windows": (
-        "exaone4",
+    "olmoe": Case("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmo": Case("olmo", {"clip_qkv": 0.7}, {".attention.clamp_kqv": 0.7, ".attention.layer_norm_epsilon": 1e-5}),
+    "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4, windows": Case(
         "exaone4",
         {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": LLAMA3},
         {".attention.sliding_window": 24, ".attention.sliding_window_pattern": [True, True, True, False]},
         {"rope_freqs.weight": llama3_factors(16)},
     ),
-    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 32}, {}, {}),
-    "arcee": ("arcee", "arcee", {}, {}, {}),
-    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 32}, {}, {}),
-    "mistral3": (
-        "mistral3",
+    "seed_oss": Case("seed_oss", {"head_dim": 32}),
+    "arcee": Case("arcee"),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 32}),
+    "mistral3": Case(
         "ministral3",
         {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
         YARN_KEYS | {".rope.scaling.yarn_log_multiplier": 1.0, ".attention.temperature_scale": 0.3},
-        {},
     ),
-    "command-r": ("command-r", "cohere", {"use_qk_norm": True, "logit_scale": 0.5}, {".logit_scale": 0.5}, {}),
-    "cohere2": (
-        "cohere2",
+    "command-r": Case("cohere", {"use_qk_norm": True, "logit_scale": 0.5}, {".logit_scale": 0.5}),
+    "cohere2": Case(
         "cohere2",
         {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.5, "head_dim": 32},
         {".logit_scale": 0.5, ".attention.sliding_window": 24, ".rope.dimension_count": 32},
-        {},
     ),
-    "apertus": ("apertus", "apertus", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
+    "apertus": Case("apertus", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
     **gguf_cases.CASES,
 }
-"""Case -> architecture, family of transformers, its settings, the file's keys, further tensors."""
+"""Name -> case."""
 
 
 @pytest.fixture(scope="module")
@@ -385,11 +280,16 @@ BY_ELEMENTS = ("deepseek2", "deepseek2, softmax")
 """Cases whose matrix that expands latents is stored as two tensors, of which one is transposed."""
 
 
+def architecture(name: str) -> str:
+    """Return the architecture of a case."""
+    return name.partition(",")[0]
+
+
 def written(folder, file, name: str, quantize: str | None = None):
     """Write the file of a case. Return the model's folder and the file."""
-    architecture, family, settings, keys, tensors = CASES[name]
-    origin = folder(family, settings)
-    options = {"architecture": architecture, "keys": keys, "tensors": tensors, "quantize": quantize}
+    case = CASES[name]
+    origin = folder(case.family, case.settings)
+    options = {"architecture": architecture(name), "keys": case.keys, "tensors": case.tensors, "quantize": quantize}
     return origin, tiny_gguf.write(origin, file, **options)
 
 

@@ -10,12 +10,11 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 
-import tiny_gguf
 from etkv.errors import EtkvError
 from etkv.export import gguf, source
 from etkv.export.gguf import architectures
 from etkv.export.gguf.weights import read_weights
-from test_gguf_architectures import CASES, folder  # noqa: F401 (a fixture)
+from test_gguf_architectures import CASES, architecture, folder, written  # noqa: F401 (a fixture)
 
 ODD = (11, 0.37, -1, True, False, "odd", [11, 8], [0.5, 0.25])
 """Values of every type that no key has by default."""
@@ -56,9 +55,7 @@ def opened(folder, tmp_path_factory):  # noqa: F811
 
     def get(name: str) -> gguf.GgufFile:
         if name not in files:
-            architecture, model_type, settings, keys, tensors = CASES[name]
-            file = tmp_path_factory.mktemp("gguf") / "x.gguf"
-            tiny_gguf.write(folder(model_type, settings), file, architecture=architecture, keys=keys, tensors=tensors)
+            _, file = written(folder, tmp_path_factory.mktemp("gguf") / "x.gguf", name)
             files[name] = source.find(file).opened
         return files[name]
 
@@ -73,7 +70,7 @@ def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
     return other
 
 
-FIRST = {architecture: name for name, (architecture, *_) in reversed(CASES.items())}
+FIRST = {architecture(name): name for name in reversed(CASES)}
 
 
 @pytest.mark.parametrize("architecture", FIRST)
@@ -186,7 +183,16 @@ def test_values_that_an_architecture_cannot_have(opened, case, key, value, said)
 
 MIXTURES = (
     *("afmoe", "deepseek2", "dots1", "ernie4_5-moe", "exaone-moe", "gemma4, experts", "glm4moe", "gpt-oss"),
-    *("granitehybrid", "granitemoe", "hunyuan-moe", "lfm2moe", "llama4", "minimax-m2", "mixtral", "nemotron_h_moe"),
+    *(
+        "granitehybrid",
+        "granitemoe",
+        "hunyuan-moe",
+        "lfm2moe",
+        "llama4",
+        "llama, mixtral",
+        "minimax-m2",
+        "nemotron_h_moe",
+    ),
     *("olmoe", "phimoe", "qwen2moe", "qwen3moe", "qwen3next", "qwen35moe"),
 )
 
@@ -228,7 +234,7 @@ class _Read:
         ("llama", "blk.2.attn_q.weight"),
         ("gemma", "output_norm.bias"),
         ("qwen3", "output.bias"),
-        ("mixtral", "blk.0.exp_probs_b.bias"),
+        ("llama, mixtral", "blk.0.exp_probs_b.bias"),
         ("llama", "mystery.weight"),
     ],
 )

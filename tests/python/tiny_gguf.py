@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,16 @@ _SIZES = {
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 """Names of settings in a configuration -> keys of an architecture."""
+
+
+class Case(NamedTuple):
+    """A model, and its file if that differs from a plain one. The case's name begins with the architecture."""
+
+    family: str
+    """The family in transformers."""
+    settings: Mapping[str, Any] = {}
+    keys: Mapping[str, Any] = {}
+    tensors: Mapping[str, Any] = {}
 
 
 def write(

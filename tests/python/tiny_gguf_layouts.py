@@ -23,6 +23,9 @@ def stored(architecture: str, config: Any, name: str, weight: np.ndarray) -> Ten
     made = None
     if architecture in _MAMBA:
         made = _mamba(config, layer[2], weight)
+    renamed = _RENAMED.get(architecture, {}).get(layer[2].removeprefix("mixer."))
+    if made is None and renamed:
+        made = {renamed: weight}
     if made is None and architecture in _OF_LAYERS:
         made = _OF_LAYERS[architecture](config, layer[2], weight)
     if made is None and layer[2].endswith(("e_score_correction_bias", "expert_bias")):
@@ -42,33 +45,11 @@ def _mamba(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
             return {"ssm_conv1d.weight": weight.squeeze(1)}
         case "norm.weight":
             return {"ssm_norm.weight": weight.reshape(getattr(config, "n_groups", 1), -1)}
-        case "conv1d.bias" | "in_proj.weight" | "out_proj.weight" as part:
-            return {
-                {"conv1d.bias": "ssm_conv1d.bias", "in_proj.weight": "ssm_in.weight"}.get(
-                    part, "ssm_out.weight"
-                ): weight
-            }
+        case "conv1d.bias":
+            return {"ssm_conv1d.bias": weight}
+        case "in_proj.weight" | "out_proj.weight" as part:
+            return {f"ssm_{part.replace('_proj', '')}": weight}
     return None
-
-
-def _nemotron_h(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    part = name.removeprefix("mixer.")
-    if name == "norm.weight":
-        return {"attn_norm.weight": weight}
-    names = {
-        "gate.weight": "ffn_gate_inp.weight",
-        "experts.up_proj": "ffn_up_exps.weight",
-        "experts.down_proj": "ffn_down_exps.weight",
-        "shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-        "shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-        "up_proj.weight": "ffn_up.weight",
-        "down_proj.weight": "ffn_down.weight",
-        "q_proj.weight": "attn_q.weight",
-        "k_proj.weight": "attn_k.weight",
-        "v_proj.weight": "attn_v.weight",
-        "o_proj.weight": "attn_output.weight",
-    }
-    return {names[part]: weight} if part in names else None
 
 
 def _granite_hybrid(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
@@ -109,21 +90,6 @@ def _llama4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     return None
 
 
-def _gemma3n(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    return {"altup_correct_scale.weight": weight} if name == "altup.correct_output_scale" else None
-
-
-def _gemma4(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    names = {
-        "layer_scalar": "layer_output_scale.weight",
-        "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
-        "router.proj.weight": "ffn_gate_inp.weight",
-        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-    }
-    return {names[name]: weight} if name in names else None
-
-
 def _apertus(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
     # These weights become keys of the file.
     return {} if ".act_fn." in name else None
@@ -137,10 +103,6 @@ def keys(architecture: str, weights: Tensors) -> dict[str, list[float]]:
         if mark:
             made.setdefault(f"apertus.xielu.{part}", []).append(weight.item())
     return made
-
-
-def _post_norm(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
-    return {"post_attention_norm.weight": weight} if name == "post_attention_layernorm.weight" else None
 
 
 def _deepseek2(config: Any, name: str, weight: np.ndarray) -> Tensors | None:
@@ -221,20 +183,44 @@ def _qkvz(config: Any, weight: np.ndarray) -> Tensors:
     }
 
 
+_NEMOTRON_H = {
+    "norm.weight": "attn_norm.weight",
+    "gate.weight": "ffn_gate_inp.weight",
+    "experts.up_proj": "ffn_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "up_proj.weight": "ffn_up.weight",
+    "down_proj.weight": "ffn_down.weight",
+    "q_proj.weight": "attn_q.weight",
+    "k_proj.weight": "attn_k.weight",
+    "v_proj.weight": "attn_v.weight",
+    "o_proj.weight": "attn_output.weight",
+}
+_RENAMED = {
+    "gemma3n": {"altup.correct_output_scale": "altup_correct_scale.weight"},
+    "gemma4": {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "router.proj.weight": "ffn_gate_inp.weight",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    },
+    "glm4moe": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+}
+"""Weights that are stored as they are, under another name."""
+
 _MAMBA = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")
 _DELTA = ("qwen35", "qwen35moe", "qwen3next")
 _OF_LAYERS = {
     **dict.fromkeys(_DELTA, _delta),
     "apertus": _apertus,
     "deepseek2": _deepseek2,
-    "gemma3n": _gemma3n,
-    "gemma4": _gemma4,
-    "glm4moe": _post_norm,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite_hybrid,
     "llama4": _llama4,
     "lfm2": _convolution,
     "lfm2moe": _convolution,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
 }
