@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from etkv.errors import EtkvError
 from reference import BIN
@@ -60,6 +62,14 @@ class RunnerTokenizer:
     def eos_token_ids(self) -> list[int]:
         """Return the ids that end an answer."""
         return [int(field) for field in self._ask("eos")]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[RunnerTokenizer]:
+    """Return a tokenizer that runs as long as the tests of a module."""
+    tokenizer = RunnerTokenizer()
+    yield tokenizer
+    tokenizer.close()
 
 
 def _hex(text: str) -> str:

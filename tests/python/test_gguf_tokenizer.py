@@ -11,6 +11,7 @@ import pytest
 import regex
 from transformers import AutoTokenizer
 
+import runner_tokenizer
 import tiny_gguf
 import tiny_models
 from etkv.errors import EtkvError
@@ -18,7 +19,6 @@ from etkv.export import gguf, source
 from etkv.export.gguf import special_tokens
 from etkv.export.gguf import tokenizer as gguf_tokenizer
 from etkv.export.gguf.splits import SPLITS
-from runner_tokenizer import RunnerTokenizer
 
 TEXTS = [
     "x  2024",
@@ -199,9 +199,8 @@ def byte_pairs(word: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def file(tiny, tmp_path_factory) -> gguf.GgufFile:
-    path = tiny_gguf.write(tiny("tiny-llama"), tmp_path_factory.mktemp("gguf") / "x.gguf")
-    return source.find(path).opened
+def file(tiny_llama_gguf) -> gguf.GgufFile:
+    return source.find(tiny_llama_gguf).opened
 
 
 def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
@@ -215,12 +214,7 @@ def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
     return other
 
 
-@pytest.fixture(scope="module")
-def runner():
-    """Return the runners' tokenizer, which reads the same file with another regular expression engine."""
-    runner = RunnerTokenizer()
-    yield runner
-    runner.close()
+runner = runner_tokenizer.runner
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -147,8 +147,9 @@ def test_steps_and_calls_of_other_threads(caplog, exported):
     assert len(converted) == 100
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words, environment = [sys.executable, "-c", script], {**os.environ, **environment}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=True)
 
 
 MAKE = """
@@ -184,10 +185,7 @@ def test_a_variable_of_the_environment_asks_for_lines():
     )
 
     def lines(told: str) -> str:
-        environment = {**os.environ, "ETKV_LOG": told}
-        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-        assert ran.returncode == 0
-        return ran.stderr
+        return run(code, ETKV_LOG=told).stderr
 
     assert "DEBUG etkv.api: a call fails" in lines("debug")
     assert "DEBUG etkv.api: a call fails" in lines("off,etkv::api=debug")

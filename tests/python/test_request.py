@@ -195,21 +195,18 @@ def test_folder_without_weights(tmp_path):
         source.find(tmp_path)
 
 
-def test_file_that_is_not_gguf(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"something else")
-    with pytest.raises(EtkvError, match="is not a GGUF file: it begins with b'some'"):
-        source.find(file)
-    file.write_bytes(b"")
-    with pytest.raises(EtkvError, match="is not a GGUF file"):
-        source.find(file)
-
-
-def test_file_of_another_kind(tmp_path):
-    file = tmp_path / "model.bin"
-    file.touch()
-    with pytest.raises(EtkvError, match=r"does not end in \.gguf"):
-        source.find(file)
+@pytest.mark.parametrize(
+    ("name", "contents", "said"),
+    [
+        ("model.gguf", b"something else", "is not a GGUF file: it begins with b'some'"),
+        ("model.gguf", b"", "is not a GGUF file"),
+        ("model.bin", b"", r"does not end in \.gguf"),
+    ],
+)
+def test_files_that_are_not_gguf(tmp_path, name, contents, said):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(EtkvError, match=said):
+        source.find(tmp_path / name)
 
 
 def test_help_is_complete_and_needs_no_large_package():

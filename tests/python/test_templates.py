@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import etkv
+import runner_tokenizer
 import template_cases
 import tokenizers_made
 from etkv.export import companions
@@ -21,11 +20,7 @@ from template_cases import CONSTRUCTS, CONVERSATIONS, LAYOUTS, VALUES, VARIABLES
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[RunnerTokenizer]:
-    runner = RunnerTokenizer()
-    yield runner
-    runner.close()
+runner = runner_tokenizer.runner
 
 
 @pytest.fixture
@@ -101,14 +96,9 @@ def test_named_templates_are_exported_and_chosen(runner, tmp_path):
         assert tokenizer.apply_chat_template(messages, tokenize=False, **variables) == expected
         assert runner.render(messages=messages, **variables) == expected
     hf.chat_template = None
-    companions.publish(scratch, folder, companions.write(_empty(scratch), hf, {"eos_token_id": [1]}))
+    other = tmp_path / "other"
+    companions.publish(other, folder, companions.write(other, hf, {"eos_token_id": [1]}))
     assert not list(folder.rglob("*.jinja"))
-
-
-def _empty(folder: Path) -> Path:
-    for file in folder.rglob("*.jinja"):
-        file.unlink()
-    return folder
 
 
 @pytest.mark.parametrize("as_list", [True, False])

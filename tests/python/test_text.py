@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as FileTokenizer
 from transformers import PreTrainedTokenizerFast
 
 import etkv
+import runner_tokenizer
 import tokenizers_made
-from runner_tokenizer import RunnerTokenizer
 from tokenizers_made import BOS, CALL, EOS, TEXTS, UNK
 
 MADE = tokenizers_made.made()
@@ -23,11 +23,7 @@ BYTES = "🙂é日\u0301 "
 """Characters of two to four bytes."""
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[RunnerTokenizer]:
-    runner = RunnerTokenizer()
-    yield runner
-    runner.close()
+runner = runner_tokenizer.runner
 
 
 def written(name: str, folder: Path, **settings: object) -> PreTrainedTokenizerFast:
@@ -190,6 +186,7 @@ def test_text_that_contradicts_earlier_output_is_not_lost(tmp_path):
 
 def test_eos_token_ids_of_both_sides(runner, tmp_path):
     hf = written("byte-level: plain", tmp_path)
+    assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {hf.eos_token_id}
     for told, expected in ((None, [hf.eos_token_id]), (7, [7]), ([5, 6], [5, 6]), ([], [])):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
         runner.open(tmp_path)
@@ -200,6 +197,10 @@ def test_eos_token_ids_of_both_sides(runner, tmp_path):
         for read in (runner.open, etkv.Tokenizer.from_pretrained):
             with pytest.raises(etkv.EtkvError, match="expected an id or a list of ids"):
                 read(tmp_path)
+    for damaged in ("[]", "{"):
+        (tmp_path / "generation_config.json").write_text(damaged)
+        with pytest.raises(etkv.EtkvError, match=r"generation_config\.json"):
+            etkv.Tokenizer.from_pretrained(tmp_path)
 
 
 def test_an_answer_keeps_its_ids(tmp_path):

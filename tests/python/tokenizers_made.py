@@ -144,17 +144,13 @@ def _byte_level(pre_tokenizer: Any, normalizer: Any = None, **more: bool) -> Tok
     return _finished(tokenizer, **more)
 
 
-def _byte_fallback(normalizer: Any = None, pre_tokenizer: Any = None, decoder: Any = None) -> Tokenizer:
+def _byte_fallback(decoder: list[Any], **parts: Any) -> Tokenizer:
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehmnostx.,'1\u200b\ufffd", "▁▁"]
     merges = [("t", "h"), ("th", "e"), ("c", "a"), ("ca", "t"), ("▁", "the"), ("▁", "cat")]
     tokens += ["".join(pair) for pair in merges]
     vocab = {token: number for number, token in enumerate(tokens)}
     model = models.BPE(vocab=vocab, merges=[*merges, ("▁", "▁")], unk_token=UNK, fuse_unk=True, byte_fallback=True)
-    tokenizer = _with(Tokenizer(model), decoder=decoders.Sequence(decoder))
-    for name, part in (("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer)):
-        if part is not None:
-            setattr(tokenizer, name, part)
-    return _finished(tokenizer)
+    return _finished(_with(Tokenizer(model), decoder=decoders.Sequence(decoder), **parts))
 
 
 def _unigram(byte_fallback: bool = False) -> Tokenizer:
