@@ -13,8 +13,13 @@ from etkv.export.gguf.keys import Keys
 Settings = dict[str, Any]
 """Arguments of a transformers configuration."""
 
-Reader = Callable[[Keys], tuple[str, Settings]]
-"""A function that returns the transformers family of a file, and the settings of its configuration."""
+Family = tuple[str, Settings]
+"""The transformers family of a file, and the settings of its configuration."""
+
+Reader = Callable[[Keys], Family]
+
+NO_WINDOW: Settings = {"use_sliding_window": False, "sliding_window": None}
+"""The settings of families whose windows are off, although transformers has them."""
 
 
 class Decoder:
@@ -79,8 +84,12 @@ class Decoder:
         return self.common | {
             "rms_norm_eps": self.keys.epsilon("attention.layer_norm_rms_epsilon"),
             "head_dim": self.head_dim,
-            "rope_parameters": rope.read(self.keys, self.head_dim, partial=partial),
+            **self.rotary(partial=partial),
         }
+
+    def rotary(self, *, partial: bool = False) -> Settings:
+        """Return the rotary embedding. ``partial`` allows heads in which only the first elements are rotated."""
+        return {"rope_parameters": rope.read(self.keys, self.head_dim, partial=partial)}
 
     def layer_norm(self) -> float:
         """Return the epsilon of layer norms."""
@@ -113,12 +122,23 @@ class Decoder:
         """Return whether the first layer has a bias ``name``, such as ``attn_q``."""
         return self.keys.has_tensor(f"blk.0.{name}.bias")
 
+    def query_bias(self, name: str = "attention_bias") -> Settings:
+        """Return the setting ``name``: whether queries have a bias."""
+        return {name: self.has_bias("attn_q")}
+
+    def attention_bias(self) -> Settings:
+        """Return whether a projection of attention has a bias."""
+        return {"attention_bias": any(self.has_bias(f"attn_{name}") for name in ("q", "k", "v", "output"))}
+
     def biases(self) -> Settings:
         """Return whether attention and feed-forward have biases, for families that allow both."""
-        return {
-            "attention_bias": any(self.has_bias(f"attn_{name}") for name in ("q", "k", "v", "output")),
-            "mlp_bias": any(self.has_bias(f"ffn_{name}") for name in ("gate", "up", "down")),
+        return self.attention_bias() | {
+            "mlp_bias": any(self.has_bias(f"ffn_{name}") for name in ("gate", "up", "down"))
         }
+
+    def one_window(self) -> Settings:
+        """Return the window of all layers, or None."""
+        return {"sliding_window": self.keys.integer("attention.sliding_window", 0) or None}
 
     def window(self, default_pattern: int) -> Settings:
         """Return the window, and the kind of each layer. By default every ``default_pattern``-th layer has no
@@ -143,18 +163,24 @@ class Decoder:
             "attention_multiplier": real("attention.scale", 0.0) or 1.0 / math.sqrt(self.head_dim),
         }
 
-    def routed_experts(self, gating: int) -> Settings:
+    def routed_experts(self) -> Settings:
         """Return the settings of experts, by the names of DeepSeek's families: experts in groups, and shared experts.
 
-        ``gating`` is llama.cpp's number of the router's function. The function must be a sigmoid (2).
+        llama.cpp's number of the router's function must be that of a sigmoid (2), which is the default.
         """
-        keys = self.keys
-        if gating != 2:
-            raise keys.refuse("expert_gating_func", "but this architecture's router is a sigmoid (2)")
-        return grouped_experts(keys)
+        if (self.keys.integer("expert_gating_func", 2) or 2) != 2:
+            raise self.keys.refuse("expert_gating_func", "but this architecture's router is a sigmoid (2)")
+        return grouped_experts(self.keys)
 
-    def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
-        """Return the number of experts, and the number of experts for each token.
+    def experts(
+        self,
+        count_name: str = "num_experts",
+        used_name: str = "num_experts_per_tok",
+        *,
+        normalized: bool,
+        fixed: bool = True,
+    ) -> Settings:
+        """Return the number of experts, and the number of experts for each token, under the given names.
 
         ``normalized``: whether the weights of a token's experts add up to 1 by default. If ``fixed``, the family
         supports only the default. Otherwise the settings have ``norm_topk_prob``.
@@ -168,7 +194,30 @@ class Decoder:
             keys.only("expert_weights_norm", normalized, reason=f"but this architecture has {normalized}")
         count, used = expert_counts(keys)
         rule = {} if fixed else {"norm_topk_prob": keys.flag("expert_weights_norm", normalized)}
-        return {"num_experts": count, "num_experts_per_tok": used} | rule
+        return {count_name: count, used_name: used} | rule
+
+
+def reader(
+    read: Callable[[Decoder], Family],
+    *,
+    usual_head_dim: bool = False,
+    usual_scale: bool = True,
+    is_hybrid: bool = False,
+) -> Reader:
+    """Return the reader of an architecture, from a function that returns the family of its :class:`Decoder`.
+
+    ``usual_head_dim`` and ``usual_scale`` call the methods of these names before.
+    """
+
+    def checked(keys: Keys) -> Family:
+        decoder = Decoder(keys, is_hybrid=is_hybrid)
+        if usual_head_dim:
+            decoder.usual_head_dim()
+        if usual_scale:
+            decoder.usual_scale()
+        return read(decoder)
+
+    return checked
 
 
 def embedding(keys: Keys) -> tuple[int, int]:
@@ -213,20 +262,27 @@ def expert_groups(keys: Keys) -> tuple[int, int]:
     return groups, chosen
 
 
-def grouped_experts(keys: Keys) -> Settings:
-    """Return the settings of experts, by the names of DeepSeek's families, for any function of the router."""
+def routing(keys: Keys, n_shared: int = 0) -> Settings:
+    """Return the settings of experts, by the names of DeepSeek's families, for any function of the router. ``n_shared``
+    is the default number of shared experts.
+    """
     (count, used), (groups, chosen) = expert_counts(keys), expert_groups(keys)
-    width, shared = keys.positive("expert_feed_forward_length"), keys.integer("expert_shared_count", 0)
-    reason = f"but there are {shared} shared experts of width {width}"
-    keys.only("expert_shared_feed_forward_length", shared * width, reason=reason)
     return {
         "n_routed_experts": count,
         "num_experts_per_tok": used,
-        "moe_intermediate_size": width,
-        "n_shared_experts": shared,
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count", n_shared),
         "n_group": groups,
         "topk_group": chosen,
         "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
-        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),
     }
+
+
+def grouped_experts(keys: Keys) -> Settings:
+    """Return :func:`routing` of experts with one width, and the number of first layers without experts."""
+    settings = routing(keys)
+    width, shared = settings["moe_intermediate_size"], settings["n_shared_experts"]
+    reason = f"but there are {shared} shared experts of width {width}"
+    keys.only("expert_shared_feed_forward_length", shared * width, reason=reason)
+    return settings | {"first_k_dense_replace": keys.integer("leading_dense_block_count", 0)}

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from etkv.export.gguf import rope
-from etkv.export.gguf.decoder import Decoder, Reader, Settings
-from etkv.export.gguf.keys import Keys
+from etkv.export.gguf.decoder import NO_WINDOW, Decoder, Family, Reader, Settings, reader
 
 
-def _llama(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    settings = decoder.llama_like()
-    decoder.usual_scale()
-    window = keys.integer("attention.sliding_window", 0)
-    if keys.integer("expert_count", 0):
-        experts = decoder.experts(normalized=True)
-        keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
-        settings["num_local_experts"] = experts["num_experts"]
-        settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
-        return "mixtral", settings | {"sliding_window": window or None}
-    if window:
-        return "mistral", settings | {"sliding_window": window}
+def _llama(decoder: Decoder) -> Family:
+    settings, window = decoder.llama_like(), decoder.one_window()
+    if decoder.keys.integer("expert_count", 0):
+        experts = decoder.experts("num_local_experts", normalized=True)
+        width = settings["intermediate_size"]
+        decoder.keys.only("expert_feed_forward_length", width, reason="but experts differ in width")
+        return "mixtral", settings | experts | window
+    if window["sliding_window"]:
+        return "mistral", settings | window
     return "llama", settings | decoder.biases()
-
-
-def _qwen2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "qwen2", decoder.llama_like() | {"use_sliding_window": False, "sliding_window": None}
-
-
-def _qwen3(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | {"use_sliding_window": False, "sliding_window": None}
-    return "qwen3", settings | {"attention_bias": decoder.biases()["attention_bias"]}
-
-
-def _gemma(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "gemma", decoder.llama_like()
 
 
 def _gemma_scale(decoder: Decoder, layers_of_27b: int) -> Settings:
@@ -52,17 +27,15 @@ def _gemma_scale(decoder: Decoder, layers_of_27b: int) -> Settings:
     return {"query_pre_attn_scalar": scalar}
 
 
-def _gemma2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
+def _gemma2(decoder: Decoder) -> Family:
     settings = decoder.llama_like() | decoder.window(2) | _gemma_scale(decoder, 46)
-    settings["attn_logit_softcapping"] = keys.real("attn_logit_softcapping", 50.0) or None
-    settings["final_logit_softcapping"] = keys.real("final_logit_softcapping", 30.0) or None
+    settings["attn_logit_softcapping"] = decoder.keys.real("attn_logit_softcapping", 50.0) or None
+    settings["final_logit_softcapping"] = decoder.keys.real("final_logit_softcapping", 30.0) or None
     return "gemma2", settings
 
 
-def _gemma3(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    settings = decoder.llama_like() | decoder.window(6) | _gemma_scale(decoder, 62)
+def _gemma3(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like() | decoder.window(6) | _gemma_scale(decoder, 62)
     # Layers with a window have another rotary base, and no scaling.
     local = {"rope_type": "default", "rope_theta": keys.positive_real("rope.freq_base_swa", 10000.0)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
@@ -70,51 +43,36 @@ def _gemma3(keys: Keys) -> tuple[str, Settings]:
     return "gemma3_text", settings
 
 
-def _phi2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    rotary = rope.read(keys, decoder.head_dim, partial=True)
-    return "phi", decoder.common | {"layer_norm_eps": decoder.layer_norm(), "rope_parameters": rotary}
+def _phi2(decoder: Decoder) -> Family:
+    rotary = decoder.rotary(partial=True)
+    return "phi", decoder.common | {"layer_norm_eps": decoder.layer_norm()} | rotary
 
 
-def _phi3(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _phi3(decoder: Decoder) -> Family:
     settings = decoder.llama_like(partial=True)
     rotary = settings["rope_parameters"]
     decoder.only_long_rope(rotary, "Phi-3")
     original = rotary.get("original_max_position_embeddings", decoder.context)
     settings["original_max_position_embeddings"] = original
-    return "phi3", settings | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
+    return "phi3", settings | decoder.one_window()
 
 
-def _apertus(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _apertus(decoder: Decoder) -> Family:
     settings = decoder.llama_like()
     del settings["head_dim"]
     for part in ("alpha_p", "alpha_n", "beta", "eps"):
         # The weights of the activation. The file has no tensors for them.
-        keys.reals_of_layers(f"xielu.{part}", decoder.layers)
-    return "apertus", settings | {"attention_bias": decoder.biases()["attention_bias"]}
+        decoder.keys.reals_of_layers(f"xielu.{part}", decoder.layers)
+    return "apertus", settings | decoder.attention_bias()
 
 
-def _starcoder2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.common | {"norm_epsilon": decoder.layer_norm(), "use_bias": decoder.has_bias("attn_q")}
-    settings["rope_parameters"] = rope.read(keys, decoder.head_dim)
-    return "starcoder2", settings | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
+def _starcoder2(decoder: Decoder) -> Family:
+    settings = decoder.common | {"norm_epsilon": decoder.layer_norm()} | decoder.query_bias("use_bias")
+    return "starcoder2", settings | decoder.rotary() | decoder.one_window()
 
 
-def _stablelm(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _stablelm(decoder: Decoder) -> Family:
+    keys = decoder.keys
     # Converters write true if a configuration lacks this key. llama.cpp ignores the key and checks the tensors.
     keys.skip("use_parallel_residual")
     settings = decoder.common | {
@@ -123,215 +81,145 @@ def _stablelm(keys: Keys) -> tuple[str, Settings]:
         "qk_layernorm": keys.has_tensor("blk.0.attn_q_norm.weight"),
         "use_parallel_residual": not keys.has_tensor("blk.0.ffn_norm.weight"),
     }
-    return "stablelm", settings | {"rope_parameters": rope.read(keys, decoder.head_dim, partial=True)}
+    return "stablelm", settings | decoder.rotary(partial=True)
 
 
-def _gpt2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _with_equal_heads(decoder: Decoder) -> Settings:
+    """Return the settings of a family that has no number of heads of keys."""
     settings = decoder.common
     del settings["num_key_value_heads"]
-    keys.only(
-        "attention.head_count_kv",
-        decoder.heads,
-        reason="but this architecture has equal numbers of heads of queries and keys",
-    )
+    reason = "but this architecture has equal numbers of heads of queries and keys"
+    decoder.keys.only("attention.head_count_kv", decoder.heads, reason=reason)
+    return settings
+
+
+def _gpt2(decoder: Decoder) -> Family:
+    settings = _with_equal_heads(decoder)
     settings["n_inner"] = settings.pop("intermediate_size")
     return "gpt2", settings | {"layer_norm_epsilon": decoder.layer_norm()}
 
 
-def _gptneox(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.common
-    del settings["num_key_value_heads"]
-    keys.only(
-        "attention.head_count_kv",
-        decoder.heads,
-        reason="but this architecture has equal numbers of heads of queries and keys",
-    )
-    settings |= {
+def _gptneox(decoder: Decoder) -> Family:
+    settings = _with_equal_heads(decoder) | {
         "layer_norm_eps": decoder.layer_norm(),
-        "use_parallel_residual": keys.flag("use_parallel_residual", True),
+        "use_parallel_residual": decoder.keys.flag("use_parallel_residual", True),
         "attention_bias": decoder.has_bias("attn_qkv"),
     }
-    return "gpt_neox", settings | {"rope_parameters": rope.read(keys, decoder.head_dim, partial=True)}
+    return "gpt_neox", settings | decoder.rotary(partial=True)
 
 
-def _nemotron(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
+def _nemotron(decoder: Decoder) -> Family:
     settings = decoder.common | decoder.biases() | {"norm_eps": decoder.layer_norm(), "head_dim": decoder.head_dim}
-    return "nemotron", settings | {"rope_parameters": rope.read(keys, decoder.head_dim, partial=True)}
+    return "nemotron", settings | decoder.rotary(partial=True)
 
 
-def _granite(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    settings = decoder.llama_like() | decoder.biases() | decoder.multipliers()
-    return "granite", settings
-
-
-def _smollm3(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.biases()
+def _smollm3(decoder: Decoder) -> Family:
     # Every fourth layer has no rotary embedding. This is fixed in llama.cpp, and there is no key for it.
-    return "smollm3", settings | {"no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None}
+    return "smollm3", decoder.llama_like() | decoder.biases() | NO_WINDOW | {"no_rope_layer_interval": 4}
 
 
-def _olmo2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | {"attention_bias": decoder.biases()["attention_bias"]}
-    if not keys.has("attention.sliding_window"):
+def _olmo2(decoder: Decoder) -> Family:
+    settings = decoder.llama_like() | decoder.attention_bias()
+    if not decoder.keys.has("attention.sliding_window"):
         return "olmo2", settings
     if settings["rope_parameters"]["rope_type"] != "default":
-        raise keys.refuse(
+        raise decoder.keys.refuse(
             "attention.sliding_window", "and scaled rotary embeddings; the exporter supports only one of the two"
         )
     return "olmo3", settings | decoder.window(4)
 
 
-def _olmo(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _olmo(decoder: Decoder) -> Family:
+    keys = decoder.keys
     keys.only("attention.layer_norm_epsilon", 1e-5, reason="but this architecture's norms add 1e-05")
-    settings = decoder.common | {"attention_bias": decoder.biases()["attention_bias"]}
+    settings = decoder.common | decoder.attention_bias()
     settings["clip_qkv"] = keys.real("attention.clamp_kqv", 0.0) or None
-    return "olmo", settings | {"rope_parameters": rope.read(keys, decoder.head_dim)}
+    return "olmo", settings | decoder.rotary()
 
 
-def _exaone4(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "exaone4", decoder.llama_like() | decoder.window(4)
+def _seed_oss(decoder: Decoder) -> Family:
+    biases = decoder.biases() | decoder.query_bias() | {"attention_out_bias": decoder.has_bias("attn_output")}
+    return "seed_oss", decoder.llama_like() | biases
 
 
-def _seed_oss(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    biases = {"attention_bias": decoder.has_bias("attn_q"), "attention_out_bias": decoder.has_bias("attn_output")}
-    return "seed_oss", decoder.llama_like() | biases | {"mlp_bias": decoder.biases()["mlp_bias"]}
-
-
-def _arcee(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "arcee", decoder.llama_like() | decoder.biases()
-
-
-def _ernie4_5(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "ernie4_5", decoder.llama_like() | {"use_bias": decoder.has_bias("attn_q")}
-
-
-def _mistral3(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
+def _mistral3(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like() | decoder.one_window()
     rotary = settings["rope_parameters"]
     # Queries are scaled by the logarithm of their position divided by the original context length.
     rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
     length = rotary.setdefault("original_max_position_embeddings", decoder.context)
-    keys.only(
-        "attention.temperature_length",
-        length,
-        reason=f"but in this architecture it equals the original context length, {length}",
-    )
+    reason = f"but in this architecture it equals the original context length, {length}"
+    keys.only("attention.temperature_length", length, reason=reason)
     return "ministral3", settings
 
 
-def _command_r(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.common | {"layer_norm_eps": decoder.layer_norm(), "logit_scale": keys.real("logit_scale")}
-    settings["use_qk_norm"] = keys.has_tensor("blk.0.attn_q_norm.weight")
-    return "cohere", settings | {"rope_parameters": rope.read(keys, decoder.head_dim)}
+def _cohere(decoder: Decoder) -> Settings:
+    """Return the settings that both families of Cohere share."""
+    scale = {"layer_norm_eps": decoder.layer_norm(), "logit_scale": decoder.keys.real("logit_scale")}
+    return decoder.common | scale | decoder.rotary()
 
 
-def _cohere2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.common | {"layer_norm_eps": decoder.layer_norm(), "logit_scale": keys.real("logit_scale")}
-    settings |= decoder.window(4) | {"head_dim": decoder.head_dim}
-    return "cohere2", settings | {"rope_parameters": rope.read(keys, decoder.head_dim)}
+def _command_r(decoder: Decoder) -> Family:
+    return "cohere", _cohere(decoder) | {"use_qk_norm": decoder.keys.has_tensor("blk.0.attn_q_norm.weight")}
 
 
-def _glm4(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
+def _cohere2(decoder: Decoder) -> Family:
+    return "cohere2", _cohere(decoder) | decoder.window(4) | {"head_dim": decoder.head_dim}
+
+
+def _glm4(decoder: Decoder) -> Family:
     # Sections of frequencies are for images. In a text, all sections have the same position.
-    keys.skip("rope.dimension_sections")
-    return "glm4", decoder.llama_like(partial=True) | {"attention_bias": decoder.has_bias("attn_q")}
+    decoder.keys.skip("rope.dimension_sections")
+    return "glm4", decoder.llama_like(partial=True) | decoder.query_bias()
 
 
-def _chatglm(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "glm", decoder.llama_like(partial=True) | {"attention_bias": decoder.has_bias("attn_q")}
-
-
-def _hunyuan(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    return "hunyuan_v1_dense", decoder.llama_like() | {"attention_bias": decoder.has_bias("attn_q")}
-
-
-def _jais2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
+def _jais2(decoder: Decoder) -> Family:
     settings = decoder.common | decoder.biases() | {"layer_norm_eps": decoder.layer_norm()}
-    return "jais2", settings | {"head_dim": decoder.head_dim, "rope_parameters": rope.read(keys, decoder.head_dim)}
+    return "jais2", settings | {"head_dim": decoder.head_dim} | decoder.rotary()
 
 
-def _starcoder(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
+def _starcoder(decoder: Decoder) -> Family:
     settings = decoder.common
     kv_heads = settings.pop("num_key_value_heads")
     if kv_heads not in (1, decoder.heads):
-        raise keys.refuse("attention.head_count_kv", f"but this architecture has 1 or {decoder.heads}")
+        raise decoder.keys.refuse("attention.head_count_kv", f"but this architecture has 1 or {decoder.heads}")
     settings["n_inner"] = settings.pop("intermediate_size")
-    settings |= {"layer_norm_epsilon": decoder.layer_norm(), "multi_query": kv_heads == 1}
-    return "gpt_bigcode", settings
+    return "gpt_bigcode", settings | {"layer_norm_epsilon": decoder.layer_norm(), "multi_query": kv_heads == 1}
 
 
 READERS: dict[str, Reader] = {
-    "apertus": _apertus,
-    "arcee": _arcee,
-    "chatglm": _chatglm,
-    "cohere2": _cohere2,
-    "command-r": _command_r,
-    "ernie4_5": _ernie4_5,
-    "exaone4": _exaone4,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "glm4": _glm4,
-    "gpt2": _gpt2,
-    "gptneox": _gptneox,
-    "granite": _granite,
-    "hunyuan-dense": _hunyuan,
-    "jais2": _jais2,
-    "llama": _llama,
-    "mistral3": _mistral3,
-    "nemotron": _nemotron,
-    "olmo": _olmo,
-    "olmo2": _olmo2,
-    "phi2": _phi2,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "seed_oss": _seed_oss,
-    "smollm3": _smollm3,
-    "stablelm": _stablelm,
-    "starcoder": _starcoder,
-    "starcoder2": _starcoder2,
+    "apertus": reader(_apertus, usual_head_dim=True),
+    "arcee": reader(lambda decoder: ("arcee", decoder.llama_like() | decoder.biases())),
+    "chatglm": reader(lambda decoder: ("glm", decoder.llama_like(partial=True) | decoder.query_bias())),
+    "cohere2": reader(_cohere2),
+    "command-r": reader(_command_r, usual_head_dim=True),
+    "ernie4_5": reader(lambda decoder: ("ernie4_5", decoder.llama_like() | decoder.query_bias("use_bias"))),
+    "exaone4": reader(lambda decoder: ("exaone4", decoder.llama_like() | decoder.window(4))),
+    "gemma": reader(lambda decoder: ("gemma", decoder.llama_like())),
+    "gemma2": reader(_gemma2, usual_scale=False),
+    "gemma3": reader(_gemma3, usual_scale=False),
+    "glm4": reader(_glm4),
+    "gpt2": reader(_gpt2, usual_head_dim=True),
+    "gptneox": reader(_gptneox, usual_head_dim=True),
+    "granite": reader(
+        lambda decoder: ("granite", decoder.llama_like() | decoder.biases() | decoder.multipliers()),
+        usual_head_dim=True,
+        usual_scale=False,
+    ),
+    "hunyuan-dense": reader(lambda decoder: ("hunyuan_v1_dense", decoder.llama_like() | decoder.query_bias())),
+    "jais2": reader(_jais2),
+    "llama": reader(_llama),
+    "mistral3": reader(_mistral3),
+    "nemotron": reader(_nemotron),
+    "olmo": reader(_olmo, usual_head_dim=True),
+    "olmo2": reader(_olmo2),
+    "phi2": reader(_phi2, usual_head_dim=True),
+    "phi3": reader(_phi3, usual_head_dim=True),
+    "qwen2": reader(lambda decoder: ("qwen2", decoder.llama_like() | NO_WINDOW)),
+    "qwen3": reader(lambda decoder: ("qwen3", decoder.llama_like() | NO_WINDOW | decoder.attention_bias())),
+    "seed_oss": reader(_seed_oss),
+    "smollm3": reader(_smollm3),
+    "stablelm": reader(_stablelm, usual_head_dim=True),
+    "starcoder": reader(_starcoder, usual_head_dim=True),
+    "starcoder2": reader(_starcoder2, usual_head_dim=True),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding, expert_counts, expert_groups
+from etkv.export.gguf.decoder import Decoder, Family, Reader, Settings, embedding, expert_counts, reader, routing
 from etkv.export.gguf.keys import Keys
 
 
@@ -30,7 +30,7 @@ def _expand(keys: Keys, sizes: dict[str, int], hidden: int) -> int:
     return sizes["inner"] // hidden
 
 
-def _mamba2(keys: Keys) -> tuple[str, Settings]:
+def _mamba2(keys: Keys) -> Family:
     sizes, (vocab_size, hidden) = _mamba_sizes(keys), embedding(keys)
     for name in ("attention.head_count", "feed_forward_length"):
         keys.only(name, 0, reason="but this architecture has only recurrent layers")
@@ -52,17 +52,15 @@ def _mamba2(keys: Keys) -> tuple[str, Settings]:
     }
 
 
-def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
-    decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
-    decoder.usual_head_dim()
+def _granite_hybrid(decoder: Decoder) -> Family:
+    keys, sizes = decoder.keys, _mamba_sizes(decoder.keys)
     # In this architecture the key determines whether layers rotate queries and keys.
     rotates = keys.flag("rope.scaling.finetuned", True)
     recurrent = next(layer for layer, heads in enumerate([*decoder.kv_heads_of_layers, 0]) if not heads)
-    settings = decoder.llama_like() | decoder.multipliers()
+    settings = decoder.llama_like() | decoder.multipliers() | decoder.attention_bias()
     settings |= {
         "layer_types": ["attention" if heads else "mamba" for heads in decoder.kv_heads_of_layers],
         "position_embedding_type": "rope" if rotates else None,
-        "attention_bias": decoder.biases()["attention_bias"],
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "mamba_d_conv": sizes["conv"],
@@ -79,23 +77,21 @@ def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
         width = settings["intermediate_size"]
         keys.only("expert_shared_feed_forward_length", 0, width, reason=f"but feed-forward blocks have width {width}")
         return "granitemoehybrid", settings | {"shared_intermediate_size": width}
-    experts = decoder.experts(normalized=True)
-    settings["num_local_experts"] = experts["num_experts"]
-    settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
-    return "granitemoehybrid", settings | {
-        "shared_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
-    }
+    settings |= decoder.experts("num_local_experts", normalized=True)
+    width = keys.positive("expert_shared_feed_forward_length")
+    return "granitemoehybrid", settings | {"shared_intermediate_size": width}
 
 
-def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
-    decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
-    decoder.usual_scale()
+def _nemotron_h(decoder: Decoder) -> Family:
+    keys, sizes, kinds = decoder.keys, _mamba_sizes(decoder.keys), _nemotron_kinds(decoder)
     # Attention layers do not rotate. The key is then false, as in Granite's files.
-    keys.only("rope.scaling.finetuned", False, reason="but this architecture has no rotary embedding")
-    keys.only("rope.dimension_count", decoder.head_dim, reason="but this architecture has no rotary embedding")
-    keys.only("rope.freq_base", 10000.0, reason="but this architecture has no rotary embedding")
-    keys.skip("attention.layer_norm_rms_epsilon")
-    kinds = _nemotron_kinds(decoder)
+    unrotated = {"scaling.finetuned": False, "dimension_count": decoder.head_dim, "freq_base": 10000.0}
+    for name, value in unrotated.items():
+        keys.only(f"rope.{name}", value, reason="but this architecture has no rotary embedding")
+
+    def in_any_layer(tensor: str) -> bool:
+        return any(keys.has_tensor(f"blk.{layer}.{tensor}") for layer in range(decoder.layers))
+
     settings: dict[str, Any] = {
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden,
@@ -104,17 +100,17 @@ def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
         "num_key_value_heads": decoder.kv_heads,
         "head_dim": decoder.head_dim,
         "max_position_embeddings": decoder.context,
-        "layer_norm_epsilon": keys.epsilon("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": decoder.layer_norm(),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         "conv_kernel": sizes["conv"],
         "ssm_state_size": sizes["state"],
         "n_groups": sizes["groups"],
         "mamba_num_heads": sizes["heads"],
         "mamba_head_dim": sizes["head"],
-        "use_conv_bias": any(keys.has_tensor(f"blk.{layer}.ssm_conv1d.bias") for layer in range(decoder.layers)),
-        "use_bias": any(keys.has_tensor(f"blk.{layer}.ssm_in.bias") for layer in range(decoder.layers)),
-        "mlp_bias": any(keys.has_tensor(f"blk.{layer}.ffn_up.bias") for layer in range(decoder.layers)),
-        "attention_bias": any(keys.has_tensor(f"blk.{layer}.attn_q.bias") for layer in range(decoder.layers)),
+        "use_conv_bias": in_any_layer("ssm_conv1d.bias"),
+        "use_bias": in_any_layer("ssm_in.bias"),
+        "mlp_bias": in_any_layer("ffn_up.bias"),
+        "attention_bias": in_any_layer("attn_q.bias"),
     }
     widths = keys.of_layers("feed_forward_length", decoder.layers)
     dense = {width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"}
@@ -143,26 +139,15 @@ def _nemotron_kinds(decoder: Decoder) -> list[str]:
 
 
 def _nemotron_experts(keys: Keys) -> Settings:
-    (count, used), (groups, chosen) = expert_counts(keys), expert_groups(keys)
-    experts = {
-        "n_routed_experts": count,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
-        "n_shared_experts": keys.integer("expert_shared_count", 1),
-        "n_group": groups,
-        "topk_group": chosen,
-        "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
-        "norm_topk_prob": keys.flag("expert_weights_norm", False),
-    }
+    settings = routing(keys, n_shared=1)
     keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
     keys.only("moe_latent_size", 0, reason="but the exporter reads experts without latents")
-    return experts | {"moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length")}
+    return settings | {"moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length")}
 
 
-def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
-    decoder, sizes = Decoder(keys), _mamba_sizes(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like()
+def _falcon_h1(decoder: Decoder) -> Family:
+    keys, sizes = decoder.keys, _mamba_sizes(decoder.keys)
+    settings = decoder.llama_like() | decoder.biases()
     # In GGUF files the multipliers of the family are already applied to the weights.
     ones = ["lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_out_multiplier"]
     ones += ["attention_in_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"]
@@ -180,35 +165,30 @@ def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
         "mamba_rms_norm": keys.has_tensor("blk.0.ssm_norm.weight"),
         # Models of the family, and llama.cpp, normalize after the gate.
         "mamba_norm_before_gate": False,
-        "attention_bias": decoder.biases()["attention_bias"],
-        "mlp_bias": decoder.biases()["mlp_bias"],
     }
 
 
-def _lfm2_kinds(decoder: Decoder) -> Settings:
+def _short_convolutions(decoder: Decoder) -> Settings:
+    """Return the settings that both families of LFM2 share."""
     keys = decoder.keys
-    kinds = ["full_attention" if heads else "conv" for heads in decoder.kv_heads_of_layers]
+    settings = decoder.llama_like()
     keys.only("attention.sliding_window", 0, reason="but transformers' LFM2 has no windows")
-    return {"layer_types": kinds, "conv_L_cache": keys.positive("shortconv.l_cache")}
+    return settings | {
+        "layer_types": ["full_attention" if heads else "conv" for heads in decoder.kv_heads_of_layers],
+        "conv_L_cache": keys.positive("shortconv.l_cache"),
+        "norm_eps": settings.pop("rms_norm_eps"),
+    }
 
 
-def _lfm2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys, is_hybrid=True)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.llama_like() | _lfm2_kinds(decoder) | {"block_auto_adjust_ff_dim": False}
-    return "lfm2", settings | {"norm_eps": settings.pop("rms_norm_eps")}
+def _lfm2(decoder: Decoder) -> Family:
+    return "lfm2", _short_convolutions(decoder) | {"block_auto_adjust_ff_dim": False}
 
 
-def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys, is_hybrid=True)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.llama_like() | _lfm2_kinds(decoder)
+def _lfm2moe(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, _short_convolutions(decoder)
     keys.only("expert_gating_func", 2, reason="but this architecture's router is a sigmoid (2)")
     count, used = expert_counts(keys)
     return "lfm2_moe", settings | {
-        "norm_eps": settings.pop("rms_norm_eps"),
         "num_experts": count,
         "num_experts_per_tok": used,
         "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
@@ -217,11 +197,9 @@ def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
     }
 
 
-def _delta(keys: Keys) -> tuple[Decoder, Settings]:
+def _delta(decoder: Decoder) -> Settings:
     """Return the settings of layers with the gated delta rule, and of layers with gated attention."""
-    decoder = Decoder(keys, is_hybrid=True)
-    decoder.usual_scale()
-    settings = decoder.llama_like(partial=True)
+    keys, settings = decoder.keys, decoder.llama_like(partial=True)
     recurrent = keys.flags_or_integer("attention.recurrent_layers", 0)
     # A file has a list of the recurrent layers, or the interval between attention layers.
     interval = keys.positive("full_attention_interval", 4)
@@ -232,7 +210,7 @@ def _delta(keys: Keys) -> tuple[Decoder, Settings]:
     heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
     if inner % heads:
         raise keys.refuse("ssm.time_step_rank", f"which does not divide {inner}, the size of its states")
-    return decoder, settings | {
+    return settings | {
         "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: decoder.layers]],
         "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),
         "linear_key_head_dim": keys.positive("ssm.state_size"),
@@ -243,40 +221,35 @@ def _delta(keys: Keys) -> tuple[Decoder, Settings]:
 
 
 def _qwen_experts(decoder: Decoder) -> Settings:
-    keys = decoder.keys
-    experts = decoder.experts(normalized=True)
-    return experts | {
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
+    return decoder.experts(normalized=True) | {
+        "moe_intermediate_size": decoder.keys.positive("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": decoder.keys.positive("expert_shared_feed_forward_length"),
     }
 
 
-def _qwen3next(keys: Keys) -> tuple[str, Settings]:
-    decoder, settings = _delta(keys)
-    return "qwen3_next", settings | _qwen_experts(decoder) | {"norm_topk_prob": True}
+def _qwen3next(decoder: Decoder) -> Family:
+    return "qwen3_next", _delta(decoder) | _qwen_experts(decoder) | {"norm_topk_prob": True}
 
 
-def _qwen35(keys: Keys) -> tuple[str, Settings]:
+def _qwen35(decoder: Decoder) -> Family:
     # In a text, all sections of frequencies have the same position.
-    keys.skip("rope.dimension_sections")
-    return "qwen3_5_text", _delta(keys)[1]
+    decoder.keys.skip("rope.dimension_sections")
+    return "qwen3_5_text", _delta(decoder)
 
 
-def _qwen35moe(keys: Keys) -> tuple[str, Settings]:
-    keys.skip("rope.dimension_sections")
-    decoder, settings = _delta(keys)
-    return "qwen3_5_moe_text", settings | _qwen_experts(decoder)
+def _qwen35moe(decoder: Decoder) -> Family:
+    return "qwen3_5_moe_text", _qwen35(decoder)[1] | _qwen_experts(decoder)
 
 
 READERS: dict[str, Reader] = {
-    "falcon-h1": _falcon_h1,
-    "granitehybrid": _granite_hybrid,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
+    "falcon-h1": reader(_falcon_h1),
+    "granitehybrid": reader(_granite_hybrid, usual_head_dim=True, usual_scale=False, is_hybrid=True),
+    "lfm2": reader(_lfm2, usual_head_dim=True, is_hybrid=True),
+    "lfm2moe": reader(_lfm2moe, usual_head_dim=True, is_hybrid=True),
     "mamba2": _mamba2,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35moe,
-    "qwen3next": _qwen3next,
+    "nemotron_h": reader(_nemotron_h, is_hybrid=True),
+    "nemotron_h_moe": reader(_nemotron_h, is_hybrid=True),
+    "qwen35": reader(_qwen35, is_hybrid=True),
+    "qwen35moe": reader(_qwen35moe, is_hybrid=True),
+    "qwen3next": reader(_qwen3next, is_hybrid=True),
 }

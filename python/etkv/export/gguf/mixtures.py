@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
-from etkv.export.gguf.decoder import Decoder, Reader, Settings, expert_counts
-from etkv.export.gguf.keys import Keys
+from etkv.export.gguf.decoder import NO_WINDOW, Decoder, Family, Reader, expert_counts, reader
+
+_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+"""The keys with the width of experts, and of the experts for all tokens."""
 
 
-def _qwen2moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
-    settings |= {"use_sliding_window": False, "sliding_window": None, "qkv_bias": decoder.has_bias("attn_q")}
-    settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
-    settings["shared_expert_intermediate_size"] = keys.positive("expert_shared_feed_forward_length")
-    return "qwen2_moe", settings
+def _qwen2moe(decoder: Decoder) -> Family:
+    keys = decoder.keys
+    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False) | NO_WINDOW
+    settings["moe_intermediate_size"] = keys.positive(_WIDTH)
+    settings["shared_expert_intermediate_size"] = keys.positive(_SHARED_WIDTH)
+    return "qwen2_moe", settings | decoder.query_bias("qkv_bias")
 
 
-def _qwen3moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=True, fixed=False)
-    settings |= {"use_sliding_window": False, "sliding_window": None}
-    settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
-    return "qwen3_moe", settings | {"attention_bias": decoder.biases()["attention_bias"]}
+def _qwen3moe(decoder: Decoder) -> Family:
+    settings = decoder.llama_like() | decoder.experts(normalized=True, fixed=False) | NO_WINDOW
+    settings["moe_intermediate_size"] = decoder.keys.positive(_WIDTH)
+    return "qwen3_moe", settings | decoder.attention_bias()
 
 
-def _granitemoe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    experts = decoder.experts(normalized=True)
-    settings = decoder.llama_like() | decoder.multipliers()
-    settings["attention_bias"] = decoder.biases()["attention_bias"]
-    settings["num_local_experts"] = experts["num_experts"]
-    settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
-    if keys.has("expert_shared_feed_forward_length"):
-        shared = keys.positive("expert_shared_feed_forward_length")
-        return "granitemoeshared", settings | {"shared_intermediate_size": shared}
+def _granitemoe(decoder: Decoder) -> Family:
+    experts = decoder.experts("num_local_experts", normalized=True)
+    settings = decoder.llama_like() | decoder.multipliers() | decoder.attention_bias() | experts
+    if decoder.keys.has(_SHARED_WIDTH):
+        return "granitemoeshared", settings | {"shared_intermediate_size": decoder.keys.positive(_SHARED_WIDTH)}
     return "granitemoe", settings
 
 
-def _olmoe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
+def _olmoe(decoder: Decoder) -> Family:
     settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
-    keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
+    decoder.keys.only(_WIDTH, settings["intermediate_size"], reason="but experts differ in width")
     return "olmoe", settings
 
 
 def _width(decoder: Decoder) -> int:
     """Return the width of experts, for families with one setting for experts and feed-forward blocks."""
     keys = decoder.keys
-    width = keys.positive("expert_feed_forward_length", keys.integer("feed_forward_length", 0) or None)
+    width = keys.positive(_WIDTH, keys.integer("feed_forward_length", 0) or None)
     keys.only("feed_forward_length", width, reason=f"but experts, the only blocks here, have a width of {width}")
     return width
 
 
-def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.window(2) | {"attention_bias": decoder.has_bias("attn_q")}
+def _gpt_oss(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like() | decoder.window(2) | decoder.query_bias()
     settings["intermediate_size"] = _width(decoder)
     # The softmax is over the logits of the chosen experts only.
     keys.only("expert_gating_func", 0, 3, reason="but this architecture's router is a softmax of chosen experts (3)")
@@ -70,62 +57,46 @@ def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
     return "gpt_oss", settings
 
 
-def _glm4moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like(partial=True) | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
-    keys.skip("rope.dimension_sections")
-    settings["attention_bias"] = decoder.has_bias("attn_q")
-    return "glm4_moe", settings | {"use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight")}
+def _glm4moe(decoder: Decoder) -> Family:
+    settings = decoder.llama_like(partial=True) | decoder.routed_experts() | decoder.query_bias()
+    decoder.keys.skip("rope.dimension_sections")
+    return "glm4_moe", settings | {"use_qk_norm": decoder.keys.has_tensor("blk.0.attn_q_norm.weight")}
 
 
-def _dots1(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
-    settings |= {"sliding_window": None, "layer_types": ["full_attention"] * decoder.layers}
-    return "dots1", settings | {"attention_bias": decoder.has_bias("attn_q")}
+def _dots1(decoder: Decoder) -> Family:
+    settings = decoder.llama_like() | decoder.routed_experts() | decoder.query_bias()
+    return "dots1", settings | {"sliding_window": None, "layer_types": ["full_attention"] * decoder.layers}
 
 
-def _exaone_moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+def _exaone_moe(decoder: Decoder) -> Family:
+    settings = decoder.llama_like() | decoder.routed_experts()
     settings["num_experts"] = settings.pop("n_routed_experts")
     settings["num_shared_experts"] = settings.pop("n_shared_experts")
     return "exaone_moe", settings | decoder.window(4)
 
 
-def _ernie4_5_moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    experts = decoder.experts(normalized=True)
-    shared, width = keys.integer("expert_shared_count", 0), keys.positive("expert_feed_forward_length")
+def _ernie4_5_moe(decoder: Decoder) -> Family:
+    keys, experts = decoder.keys, decoder.experts("moe_num_experts", "moe_k", normalized=True)
+    shared, width = keys.integer("expert_shared_count", 0), keys.positive(_WIDTH)
     reason = f"but there are {shared} experts of width {width}"
-    keys.only("expert_shared_feed_forward_length", shared * width, width, reason=reason)
+    keys.only(_SHARED_WIDTH, shared * width, width, reason=reason)
     settings = {
-        "use_bias": decoder.has_bias("attn_q"),
-        "moe_num_experts": experts["num_experts"],
-        "moe_k": experts["num_experts_per_tok"],
         "moe_num_shared_experts": shared,
         "moe_intermediate_size": width,
         "moe_layer_start_index": keys.integer("leading_dense_block_count", 0),
         "moe_layer_interval": keys.positive("interleave_moe_layer_step", 1),
         "moe_layer_end_index": decoder.layers - 1,
     }
-    return "ernie4_5_moe", decoder.llama_like() | settings
+    return "ernie4_5_moe", decoder.llama_like() | experts | settings | decoder.query_bias("use_bias")
 
 
-def _hunyuan_moe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    experts = decoder.experts(normalized=True)
-    settings = decoder.llama_like()
+def _hunyuan_moe(decoder: Decoder) -> Family:
+    keys, experts = decoder.keys, decoder.experts(used_name="moe_topk", normalized=True)
+    settings = decoder.llama_like() | experts | decoder.query_bias()
     settings["intermediate_size"] = _width(decoder)
-    keys.only("expert_shared_feed_forward_length", settings["intermediate_size"], reason="but experts differ in width")
+    keys.only(_SHARED_WIDTH, settings["intermediate_size"], reason="but experts differ in width")
     keys.only("expert_shared_count", 1, reason="but this architecture has one expert for all tokens")
-    settings |= {"num_experts": experts["num_experts"], "moe_topk": experts["num_experts_per_tok"]}
-    return "hunyuan_v1_moe", settings | {"attention_bias": decoder.has_bias("attn_q")}
+    return "hunyuan_v1_moe", settings
 
 
 _NOT_IN_MINIMAX = {
@@ -138,10 +109,8 @@ _NOT_IN_MINIMAX = {
 """Settings of experts that the architecture lacks -> the values without effect."""
 
 
-def _minimax_m2(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like(partial=True) | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+def _minimax_m2(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like(partial=True) | decoder.routed_experts()
     settings["num_local_experts"] = settings.pop("n_routed_experts")
     settings["intermediate_size"] = _width(decoder)
     settings.pop("moe_intermediate_size")
@@ -154,10 +123,8 @@ def _minimax_m2(keys: Keys) -> tuple[str, Settings]:
     return "minimax_m2", settings
 
 
-def _afmoe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+def _afmoe(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like() | decoder.routed_experts()
     # transformers always normalizes the weights of a token's experts.
     keys.only("expert_weights_norm", True, reason="but this architecture's weights of experts add up to 1")
     for name in ("norm_topk_prob", "n_group", "topk_group"):
@@ -180,17 +147,14 @@ for these numbers.
 """
 
 
-def _llama4(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_scale()
-    settings = decoder.llama_like()
+def _llama4(decoder: Decoder) -> Family:
+    keys, settings = decoder.keys, decoder.llama_like() | decoder.attention_bias()
     settings["intermediate_size_mlp"] = settings.pop("intermediate_size")
-    settings["intermediate_size"] = keys.positive("expert_feed_forward_length")
+    settings["intermediate_size"] = keys.positive(_WIDTH)
     # A sigmoid of the chosen experts' logits scales the inputs of these experts.
     keys.only("expert_gating_func", 0, 2, reason="but this architecture's router is a sigmoid (2)")
     settings["num_local_experts"], settings["num_experts_per_tok"] = expert_counts(keys)
     settings["interleave_moe_layer_step"] = keys.positive("interleave_moe_layer_step")
-    settings["attention_bias"] = decoder.biases()["attention_bias"]
     # llama.cpp leaves out the norms of queries and keys in the model with 128 experts.
     settings["use_qk_norm"] = settings["num_local_experts"] != 128
     if keys.has("attention.sliding_window") and not keys.integer("attention.sliding_window"):
@@ -202,35 +166,30 @@ def _llama4(keys: Keys) -> tuple[str, Settings]:
     return "llama4_text", settings | {"attn_scale": 0.1, "attn_temperature_tuning": True}
 
 
-def _phimoe(keys: Keys) -> tuple[str, Settings]:
-    decoder = Decoder(keys)
-    decoder.usual_head_dim()
-    decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=True)
-    settings["num_local_experts"] = settings.pop("num_experts")
+def _phimoe(decoder: Decoder) -> Family:
+    settings = decoder.llama_like() | decoder.experts("num_local_experts", normalized=True)
     rotary = settings["rope_parameters"]
     decoder.only_long_rope(rotary, "Phi-MoE")
     if rotary["rope_type"] == "longrope":
         # One factor of cosines and sines, for short and long texts.
         rotary |= {"short_mscale": rotary["attention_factor"], "long_mscale": rotary["attention_factor"]}
-    settings["sliding_window"] = keys.integer("attention.sliding_window", 0) or None
-    settings["attention_bias"] = decoder.biases()["attention_bias"]
-    return "phimoe", settings | {"lm_head_bias": keys.has_tensor("output.bias")}
+    settings |= decoder.one_window() | decoder.attention_bias()
+    return "phimoe", settings | {"lm_head_bias": decoder.keys.has_tensor("output.bias")}
 
 
 READERS: dict[str, Reader] = {
-    "afmoe": _afmoe,
-    "dots1": _dots1,
-    "ernie4_5-moe": _ernie4_5_moe,
-    "exaone-moe": _exaone_moe,
-    "glm4moe": _glm4moe,
-    "gpt-oss": _gpt_oss,
-    "hunyuan-moe": _hunyuan_moe,
-    "llama4": _llama4,
-    "minimax-m2": _minimax_m2,
-    "granitemoe": _granitemoe,
-    "olmoe": _olmoe,
-    "phimoe": _phimoe,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
+    "afmoe": reader(_afmoe),
+    "dots1": reader(_dots1),
+    "ernie4_5-moe": reader(_ernie4_5_moe),
+    "exaone-moe": reader(_exaone_moe),
+    "glm4moe": reader(_glm4moe),
+    "gpt-oss": reader(_gpt_oss),
+    "hunyuan-moe": reader(_hunyuan_moe),
+    "llama4": reader(_llama4),
+    "minimax-m2": reader(_minimax_m2),
+    "granitemoe": reader(_granitemoe, usual_head_dim=True, usual_scale=False),
+    "olmoe": reader(_olmoe),
+    "phimoe": reader(_phimoe, usual_head_dim=True),
+    "qwen2moe": reader(_qwen2moe),
+    "qwen3moe": reader(_qwen3moe),
 }
