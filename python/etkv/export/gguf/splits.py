@@ -7,8 +7,6 @@ expression splits the pieces that the previous expression left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -54,7 +52,6 @@ _ASIAN = (
 )
 
 
-@dataclass(frozen=True)
 class Splits:
     """The expressions of a pre-tokenizer, in order, and other settings that its name implies.
 
@@ -62,144 +59,112 @@ class Splits:
     begin with the BOS token by default.
     """
 
-    expressions: tuple[str, ...]
-    whole_words: bool = False
-    adds_bos: bool = False
+    def __init__(self, *expressions: str, whole_words: bool = False, adds_bos: bool = False) -> None:
+        self.expressions, self.whole_words, self.adds_bos = expressions, whole_words, adds_bos
 
 
 _BY_SPLITS: list[tuple[Splits, str]] = [
-    (Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
+    (Splits(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), "default"),
     (
-        Splits((_GPT2,)),
+        Splits(_GPT2),
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
         "modern-bert mpt olmo jais trillion granite-docling exaone4",
     ),
+    (Splits(r"\p{N}", _GPT2), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (
-        Splits((r"\p{N}", _GPT2)),
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    ),
-    (
-        Splits((_LLAMA3,), whole_words=True, adds_bos=True),
+        Splits(_LLAMA3, whole_words=True, adds_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     ),
-    (Splits((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
-    (Splits((_LLAMA3,), whole_words=True), "glm5"),
-    (Splits((_QWEN2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (Splits(_LLAMA3), "dbrx smaug-bpe chatglm-bpe glm4"),
+    (Splits(_LLAMA3, whole_words=True), "glm5"),
+    (Splits(_QWEN2), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     (
         Splits(
-            (
-                rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
-                rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-            )
+            rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
         ),
         "qwen35",
     ),
-    (Splits((rf"{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)), "ufakzeka"),
-    (Splits((_cased("", r"\p{N}"),), whole_words=True, adds_bos=True), "tekken"),
-    (Splits((_O200K,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
-    (Splits((_O200K,), whole_words=True), "granite-embed-multi-97m"),
-    (Splits((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)), "tiny_aya cohere2moe"),
-    (
-        Splits((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-        "falcon",
-    ),
-    (Splits((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
-    (Splits((_BLOOM, r"\p{N}")), "viking"),
+    (Splits(rf"{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"), "ufakzeka"),
+    (Splits(_cased("", r"\p{N}"), whole_words=True, adds_bos=True), "tekken"),
+    (Splits(_O200K), "gpt-4o llama4 kanana2 talkie minimax-m2"),
+    (Splits(_O200K, whole_words=True), "granite-embed-multi-97m"),
+    (Splits(r"\d{1,3}(?=(?:\d{3})*\b)", _O200K), "tiny_aya cohere2moe"),
+    (Splits(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"), "falcon"),
+    (Splits(_BLOOM), "poro-chat bloom gpt3-finnish"),
+    (Splits(_BLOOM, r"\p{N}"), "viking"),
     (
         Splits(
-            (
-                r"[\r\n]",
-                rf"\s?[{_DEEPSEEK_LETTERS}]+",
-                "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-                r"\s+$",
-                "[一-龥\u0800-一가-\ud7ff]+",
-                r"\p{N}+",
-            )
+            r"[\r\n]",
+            rf"\s?[{_DEEPSEEK_LETTERS}]+",
+            "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+            r"\s+$",
+            "[一-龥\u0800-一가-\ud7ff]+",
+            r"\p{N}+",
         ),
         "deepseek-llm",
     ),
-    (
-        Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}")),
-        "deepseek-coder",
-    ),
-    (Splits((r"\p{N}{1,3}", _CJK, _DEEPSEEK3)), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+    (Splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"), "deepseek-coder"),
+    (Splits(r"\p{N}{1,3}", _CJK, _DEEPSEEK3), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     (
         Splits(
-            (
-                r"\p{N}{1,3}",
-                _CJK,
-                rf"{_ASCII_WORD}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-                r"| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+",
-                r"\p{N}",
-            )
+            r"\p{N}{1,3}",
+            _CJK,
+            rf"{_ASCII_WORD}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+            r"| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+",
+            r"\p{N}",
         ),
         "spark2_5",
     ),
     (
         Splits(
-            (
-                "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CJK,
-                _cased(rf"{_CONTRACTION}?", r"\p{N}"),
-            ),
+            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CJK,
+            _cased(rf"{_CONTRACTION}?", r"\p{N}"),
             whole_words=True,
         ),
         "youtu",
     ),
-    (Splits((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3)), "afmoe"),
-    (Splits((r"[^\n]+|[\n]+", _QWEN2)), "laguna"),
-    (
-        Splits((r"\p{N}{1,3}", _QWEN2.replace(r"|\p{N}|", r"|\p{N}+|")), whole_words=True),
-        "minicpm5",
-    ),
+    (Splits(r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3), "afmoe"),
+    (Splits(r"[^\n]+|[\n]+", _QWEN2), "laguna"),
+    (Splits(r"\p{N}{1,3}", _QWEN2.replace(r"|\p{N}|", r"|\p{N}+|"), whole_words=True), "minicpm5"),
     (
         Splits(
-            (
-                rf"{_CONTRACTION}|{_START}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-            )
+            rf"{_CONTRACTION}|{_START}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
         ),
         "exaone-moe",
     ),
     (
-        Splits((rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)),
+        Splits(rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
         "bailingmoe bailingmoe2 llada-moe",
     ),
-    (
-        Splits((rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
-        "seed-coder",
-    ),
+    (Splits(rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"), "seed-coder"),
     (
         Splits(
-            (
-                rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
-                + "".join(rf"\s{{{2**power}}}(?!\S)|" for power in range(9, 1, -1))
-                + r"\s{1,2}(?!\S)|\s{1}",
-            )
+            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+            + "".join(rf"\s{{{2**power}}}(?!\S)|" for power in range(9, 1, -1))
+            + r"\s{1,2}(?!\S)|\s{1}"
         ),
         "jais-2",
     ),
-    (Splits((r"\p{N}+", r"(?=(\d{3})+(?!\d))")), "superbpe"),
+    (Splits(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), "superbpe"),
     (
         Splits(
-            (
-                "<sentinel:[0-9]+>",
-                "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-                r"([\t\n]|    |  )",
-                r"\p{N}",
-                r"[\p{P}!-/:-@\[-`{-~]",
-                _GPT2,
-            ),
+            "<sentinel:[0-9]+>",
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT2,
             adds_bos=True,
         ),
         "chameleon",
     ),
     (
         Splits(
-            (
-                rf"[\p{{Han}}]+|{_START}{_WITHOUT_HAN[0]}*{_WITHOUT_HAN[1]}+{_CONTRACTION}?"
-                rf"|{_START}{_WITHOUT_HAN[0]}+{_WITHOUT_HAN[1]}*{_CONTRACTION}?"
-                rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-            )
+            rf"[\p{{Han}}]+|{_START}{_WITHOUT_HAN[0]}*{_WITHOUT_HAN[1]}+{_CONTRACTION}?"
+            rf"|{_START}{_WITHOUT_HAN[0]}+{_WITHOUT_HAN[1]}*{_CONTRACTION}?"
+            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
         ),
         "kimi-k2",
     ),
