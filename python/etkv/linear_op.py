@@ -33,9 +33,7 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None, weight_format: str, 
     return compute(x, weights, bias, WeightFormat(weight_format, group_size), rows)
 
 
-@linear.register_fake
-def _(x: Tensor, weights: Tensor, bias: Tensor | None, weight_format: str, group_size: int, rows: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
+linear.register_fake(lambda x, weights, bias, weight_format, group_size, rows: x.new_empty((*x.shape[:-1], rows)))
 
 
 def compute(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from etkv.errors import Status, StatusError, status_error
 from etkv.reference.errors import NoActiveCacheError
+from etkv.reference.state import RecurrentState
 
 NAME = "kvcache::update_and_attend"
 """The op's name. :func:`update_and_attend` calls the op that is registered under this name."""
@@ -59,47 +60,12 @@ class OpCache(Protocol):
         """Rolls back an unfinished forward, in which only some layers were called."""
 
 
-class OpState(Protocol):
-    """The interface of a state for the ops of :mod:`etkv.recurrent_op`. :class:`etkv.reference.RecurrentState` has
-    it.
-    """
-
-    def update_and_convolve(
-        self,
-        layer: int,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        positions: list[int],
-        activation: str,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """Stores a layer's inputs, and returns their convolution."""
-
-    def update_and_scan(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        positions: list[int],
-        scale: float,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """Stores a layer's inputs, and returns the outputs of its recurrence."""
-
-    def abort(self) -> None:
-        """Rolls back an unfinished forward, in which only some layers were called."""
-
-
 _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
-_active_state: ContextVar[OpState | None] = ContextVar("etkv.op.active_state", default=None)
+_active_state: ContextVar[RecurrentState | None] = ContextVar("etkv.op.active_state", default=None)
 
 
 @contextmanager
-def active(cache: OpCache | None, state: OpState | None = None) -> Iterator[None]:
+def active(cache: OpCache | None, state: RecurrentState | None = None) -> Iterator[None]:
     """Activates ``cache`` and ``state`` within the block, on this thread or task only.
 
     Blocks nest: the innermost block applies. The end of a cache's outermost block rolls back an unfinished forward.
@@ -117,7 +83,7 @@ def active(cache: OpCache | None, state: OpState | None = None) -> Iterator[None
             state.abort()
 
 
-def active_state() -> OpState | None:
+def active_state() -> RecurrentState | None:
     """Returns the active state of recurrent layers, or None."""
     return _active_state.get()
 
@@ -176,22 +142,12 @@ def _kernel(
     return _attend(cache, q, k, v, position, layer_id, scale, out_dtype)
 
 
-def _sinks_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def _sinks_kernel(*arguments: Any) -> Tensor:
+    *plain, sinks, softcap = arguments
     cache = _active.get()
     if cache is None:
         raise NoActiveCacheError
-    more = {"sinks": None if sinks is None else sinks.cpu(), "softcap": softcap}
-    return _attend(cache, q, k, v, position, layer_id, scale, out_dtype, **more)
+    return _attend(cache, *plain, sinks=None if sinks is None else sinks.cpu(), softcap=softcap)
 
 
 def _attend(
@@ -205,32 +161,14 @@ def _attend(
     out_dtype: torch.dtype,
     **more: Any,
 ) -> Tensor:
-    try:
-        positions = positions_of(position, q.shape[2] if q.dim() == 4 else None)
-    except StatusError:
-        cache.abort()
-        raise
+    positions = positions_of(cache, position, q.shape[2] if q.dim() == 4 else None)
     # The reference stores its rows on the CPU.
     out = cache.update_and_attend(layer_id, q.cpu(), k.cpu(), v.cpu(), positions, scale, out_dtype, **more)
     return out.to(q.device)
 
 
-def _sinks_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    return _fake(q, k, v, position, layer_id, scale, out_dtype)
-
-
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype, *_: object
 ) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
 
@@ -253,10 +191,18 @@ def _without_cache(
     return attended
 
 
-def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
+def positions_of(owner: OpCache | RecurrentState, position: Tensor, n_tokens: int | None) -> list[int]:
     """Returns the positions of a step's tokens. Refuses a count other than ``n_tokens``, unless ``n_tokens`` is
-    None.
+    None. A refusal rolls back the forward of ``owner``.
     """
+    try:
+        return _positions(position, n_tokens)
+    except StatusError:
+        owner.abort()
+        raise
+
+
+def _positions(position: Tensor, n_tokens: int | None) -> list[int]:
     if position.dtype not in (torch.int32, torch.int64):
         raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, expected int32 or int64"
@@ -285,7 +231,7 @@ def _register() -> tuple[object, ...]:
         f"{SINKS.partition('::')[2]}(Tensor q, Tensor k, Tensor v, Tensor position, SymInt layer_id, float scale, "
         "ScalarType out_dtype, Tensor? sinks, float softcap) -> Tensor"
     )
-    torch.library.register_fake(SINKS, _sinks_fake, lib=overload)
+    torch.library.register_fake(SINKS, _fake, lib=overload)
     kernels = torch.library.Library("kvcache", "IMPL")
     for device in _DEVICES:
         kernels.impl("update_and_attend", _kernel, device)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from etkv import op
-from etkv.errors import StatusError
 from etkv.reference.errors import NoActiveCacheError
+from etkv.reference.state import RecurrentState
 
 
+@torch.library.custom_op("kvcache::update_and_convolve", mutates_args=())
 def update_and_convolve(
     x: Tensor,
     weight: Tensor,
@@ -52,10 +53,19 @@ def update_and_convolve(
         NoActiveCacheError: no state is active.
         StatusError: the state refuses the inputs, and is unchanged.
     """
-    made: Tensor = torch.ops.kvcache.update_and_convolve(x, weight, bias, position, layer_id, activation, out_dtype)
-    return made
+    state = _state()
+    positions = op.positions_of(state, position, _n_tokens(x))
+    # The reference stores its rows on the CPU.
+    made = state.update_and_convolve(layer_id, x.cpu(), weight.cpu(), _on_cpu(bias), positions, activation, out_dtype)
+    return made.to(x.device)
 
 
+update_and_convolve.register_fake(
+    lambda x, weight, bias, position, layer_id, activation, out_dtype: x.new_empty(x.shape, dtype=out_dtype)
+)
+
+
+@torch.library.custom_op("kvcache::update_and_scan", mutates_args=())
 def update_and_scan(
     q: Tensor,
     k: Tensor,
@@ -94,89 +104,29 @@ def update_and_scan(
         NoActiveCacheError: no state is active.
         StatusError: the state refuses the inputs, and is unchanged.
     """
-    made: Tensor = torch.ops.kvcache.update_and_scan(q, k, v, g, beta, position, layer_id, scale, out_dtype)
-    return made
-
-
-@torch.library.custom_op("kvcache::update_and_convolve", mutates_args=())
-def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    position: Tensor,
-    layer_id: int,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
     state = _state()
-    positions = _positions(state, position, x)
-    # The reference stores its rows on the CPU.
-    made = state.update_and_convolve(layer_id, x.cpu(), weight.cpu(), _on_cpu(bias), positions, activation, out_dtype)
-    return made.to(x.device)
-
-
-@_convolve.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    position: Tensor,
-    layer_id: int,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-@torch.library.custom_op("kvcache::update_and_scan", mutates_args=())
-def _scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    state = _state()
-    positions = _positions(state, position, q)
+    positions = op.positions_of(state, position, _n_tokens(q))
     made = state.update_and_scan(
         layer_id, q.cpu(), k.cpu(), v.cpu(), g.cpu(), _on_cpu(beta), positions, scale, out_dtype
     )
     return made.to(q.device)
 
 
-@_scan.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return v.new_empty(v.shape, dtype=out_dtype)
+update_and_scan.register_fake(
+    lambda q, k, v, g, beta, position, layer_id, scale, out_dtype: v.new_empty(v.shape, dtype=out_dtype)
+)
 
 
-def _state() -> op.OpState:
+def _state() -> RecurrentState:
     state = op.active_state()
     if state is None:
         raise NoActiveCacheError
     return state
 
 
-def _positions(state: op.OpState, position: Tensor, rows: Tensor) -> list[int]:
-    """Return the positions of the tokens of ``rows``, ``[1, heads or channels, T, ...]``."""
-    try:
-        return op.positions_of(position, rows.shape[2] if rows.dim() > 2 else None)
-    except StatusError:
-        state.abort()
-        raise
+def _n_tokens(rows: Tensor) -> int | None:
+    """Return the number of tokens of ``rows``, ``[1, heads or channels, T, ...]``; None for another shape."""
+    return rows.shape[2] if rows.dim() > 2 else None
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

@@ -32,9 +32,7 @@ def select_by_capacity(within: torch.Tensor, beyond: torch.Tensor, limit: int) -
     return (beyond if _capacity.get() > limit else within).clone()
 
 
-@select_by_capacity.register_fake
-def _(within: torch.Tensor, beyond: torch.Tensor, limit: int) -> torch.Tensor:
-    return torch.empty_like(within)
+select_by_capacity.register_fake(lambda within, *_: torch.empty_like(within))
 
 
 @contextlib.contextmanager
