@@ -2,23 +2,19 @@
 //! one CUDA graph.
 
 use std::iter::once;
-use std::time::Instant;
 
 use etkv_core::KvFormat;
-use etkv_cuda::{
-    Attend, Buffer, CapturedStep, Device, Element, Embed, KeyMask, Launch, Plan, Result,
-    StepInputs, Weight,
-};
+use etkv_cuda::{Attend, Buffer, Device, Element, KeyMask, Launch, Plan, Result};
 
 use crate::codecs::{row_bytes, DevicePool};
+use crate::model::embed;
 use crate::say;
-use std::io::Write;
+use crate::timing::median;
 
 const N_Q: usize = 32;
 const N_KV: usize = 8;
 const DIM: usize = 128;
 const LAUNCHES: usize = 16;
-const RUNS: usize = 30;
 /// Each launch has separate pools, as in a model, so that the keys of the last step are not in the device's
 /// caches.
 const CAPACITY: usize = 65_536;
@@ -65,23 +61,21 @@ pub fn run(device: &Device) -> Result<()> {
             let mut times = Vec::new();
             for tokens in [1, 8, 16, 32] {
                 for keys in [2048, 8192, 32_768] {
-                    times.push((
-                        format!("T {tokens:2} {keys:5}"),
-                        timed.causal(tokens, keys)?,
-                        keys,
-                    ));
+                    let time = timed.time(tokens, keys, None)?;
+                    times.push((format!("T {tokens:2} {keys:5}"), time, keys));
                 }
             }
             let sequences = (0..16).map(|t| once(t * 4096..(t + 1) * 4096));
             let mask = KeyMask::of(sequences);
-            let many = TimedAttention { small_blocks: true, ..timed }.masked(16, 65_536, &mask)?;
+            let many = TimedAttention { small_blocks: true, ..timed };
+            let many = many.time(16, 65_536, Some(&mask))?;
             times.push(("16 sequences of 4096".to_owned(), many, 65_536));
             for branches in [1, 8] {
                 let trunk = 16_384;
                 let runs = (0..branches).map(|t| [0..trunk, trunk + 64 * t..trunk + 64 * (t + 1)]);
                 let mask = KeyMask::of(runs);
                 let keys = trunk + 64 * branches;
-                let time = timed.masked(branches, keys, &mask)?;
+                let time = timed.time(branches, keys, Some(&mask))?;
                 times.push((format!("{branches} branches of 16384"), time, keys));
             }
             for (n, (what, time, keys)) in times.iter().enumerate() {
@@ -107,7 +101,7 @@ pub fn run(device: &Device) -> Result<()> {
                 let mut text = String::new();
                 for blocks in [132, 264, 396, 528] {
                     let timed = TimedAttention { blocks: Some(blocks), ..timed };
-                    text.push_str(&format!(" {blocks}: {:.2}", timed.causal(tokens, 32_768)?));
+                    text.push_str(&format!(" {blocks}: {:.2}", timed.time(tokens, 32_768, None)?));
                 }
                 say!("  {tokens} tokens at 32768 by blocks:{text}");
             }
@@ -129,14 +123,6 @@ fn bytes(format: Option<KvFormat>) -> usize {
 }
 
 impl TimedAttention<'_> {
-    fn causal(&self, tokens: usize, keys: usize) -> Result<f64> {
-        self.time(tokens, keys, None)
-    }
-
-    fn masked(&self, tokens: usize, keys: usize, mask: &KeyMask) -> Result<f64> {
-        self.time(tokens, keys, Some(mask))
-    }
-
     fn time(&self, tokens: usize, keys: usize, mask: Option<&KeyMask>) -> Result<f64> {
         let whole = self.median(tokens, keys, mask, LAUNCHES)?;
         // A graph with one launch has the same overhead, which is subtracted.
@@ -166,44 +152,14 @@ impl TimedAttention<'_> {
                 out: Buffer((n + 1) % 2),
             })
         };
-        let embed = Launch::Embed(Embed {
-            table: Weight::Plain(table.address()),
-            scale: None,
-            vocabulary: 64,
-            inner: width,
-            out: Buffer(0),
-        });
+        let embed = embed(&table, 64, width, Buffer(0));
+        let launches = once(embed).chain((0..launches).map(attend)).collect();
         let plan = Plan {
-            element: self.element,
-            tokens,
-            buffers: vec![tokens * width; 2],
-            launches: once(embed).chain((0..launches).map(attend)).collect(),
             masked: vec![mask.is_some()],
             small_blocks: self.small_blocks,
-            logits: None,
-            overlap: true,
-            given: Vec::new(),
-            tapped: Vec::new(),
             attention_blocks: self.blocks,
+            ..Plan::new(self.element, tokens, vec![tokens * width; 2], launches)
         };
-        let mut graph = self.device.capture(&plan)?;
-        let ids: Vec<i32> = (0..tokens as i32).collect();
-        let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
-        let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask };
-        median_of(&mut graph, &step)
+        median(&mut self.device.capture(&plan)?, tokens, keys, mask)
     }
-}
-
-fn median_of(graph: &mut CapturedStep, step: &StepInputs) -> Result<f64> {
-    let mut times = Vec::new();
-    for run in 0..RUNS + 5 {
-        let begin = Instant::now();
-        // SAFETY: the pools outlive the graph, and nothing else uses them.
-        unsafe { graph.run(step) }?;
-        if run >= 5 {
-            times.push(begin.elapsed().as_secs_f64() * 1e6);
-        }
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
 }

@@ -2,15 +2,14 @@
 //! returned with the logits. The results are compared with plain arithmetic.
 
 use etkv_cuda::{
-    Blend, Buffer, Columns, CopiedRows, Device, Element, Embed, Launch, Logits, Norm, Normalize,
-    Plan, StepInputs, Weight,
+    Blend, Buffer, Columns, CopiedRows, Device, Element, Launch, Logits, Norm, Normalize, Plan,
+    StepInputs,
 };
 
-use crate::model::{rounded, to_bytes, to_numbers, Random};
-use crate::normalized::difference;
-use crate::placed::{normalized, EPS};
+use crate::model::{copying, embed, rounded, to_bytes, to_numbers, upload, Random};
+use crate::placed::EPS;
+use crate::reference::{difference, normalized};
 use crate::{say, Answer};
-use std::io::Write;
 
 const TABLE: usize = 70;
 
@@ -29,12 +28,8 @@ pub fn run(device: &Device) -> Answer<bool> {
 
 fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answer<bool> {
     let mut random = Random(0x2545_f491_4f6c_dd1d + inner as u64);
-    let mut numbers = |n: usize, scale: f64| -> Vec<f64> {
-        (0..n).map(|_| rounded(element, scale * random.next())).collect()
-    };
-    let rows = numbers(TABLE * inner, 0.03);
-    let mut table = device.allocate(2 * rows.len())?;
-    table.write(0, &to_bytes(element, &rows))?;
+    let rows = random.numbers(element, TABLE * inner, 0.03);
+    let table = upload(device, &to_bytes(element, &rows))?;
     let [embedded, given, share, wide, blended] = [0, 1, 2, 3, 4].map(Buffer);
     let norm = Norm { weight: None, wide: false, eps: EPS };
     let columns = |first| Some(Columns { first, width: 2 * inner });
@@ -42,44 +37,30 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         let (residual, columns) = (None, columns(first));
         Launch::Normalize(Normalize { x, inner, norm, residual, out: wide, columns, next: None })
     };
-    let table_at = Weight::Plain(table.address());
-    let embed = Embed { table: table_at, scale: None, vocabulary: TABLE, inner, out: embedded };
     let blend = Blend { x: embedded, y: given, share, inner, out: blended };
     let all = tokens * inner;
+    let launches = vec![
+        embed(&table, TABLE, inner, embedded),
+        rows_of(embedded, 0),
+        rows_of(given, inner),
+        Launch::Blend(blend),
+    ];
+    let (buffer, copied, chosen) = (embedded, CopiedRows::All, false);
     let plan = Plan {
-        element,
-        tokens,
-        buffers: vec![all, all, tokens, 2 * all, all],
-        launches: vec![
-            Launch::Embed(embed),
-            rows_of(embedded, 0),
-            rows_of(given, inner),
-            Launch::Blend(blend),
-        ],
         given: vec![given, share],
         // The embeddings are returned as logits.
-        logits: Some(Logits {
-            buffer: embedded,
-            rows: tokens,
-            vocabulary: inner,
-            copied: CopiedRows::All,
-            chosen: false,
-        }),
+        logits: Some(Logits { buffer, rows: tokens, vocabulary: inner, copied, chosen }),
         tapped: vec![blended, wide],
-        overlap: true,
-        attention_blocks: None,
-        masked: vec![false],
-        small_blocks: false,
+        ..Plan::new(element, tokens, vec![all, all, tokens, 2 * all, all], launches)
     };
     let mut captured = device.capture(&plan)?;
-    let copied = |logits| Logits { copied: CopiedRows::Last, ..logits };
-    let mut last = device.capture(&Plan { logits: plan.logits.map(copied), ..plan })?;
+    let mut last = device.capture(&copying(CopiedRows::Last, plan))?;
     let slots: Vec<i32> = (0..tokens as i32).collect();
     let (mut largest, mut same) = (0f64, true);
     // Repeated steps show that no rows of an earlier step remain.
     for again in 0..3 {
         let ids: Vec<i32> = slots.iter().map(|t| (t * 11 + 5 + again) % TABLE as i32).collect();
-        let given = numbers(all, 1.5);
+        let given = random.numbers(element, all, 1.5);
         let shares: Vec<f64> =
             (0..tokens).map(|t| [0.0, 1.0, 0.375][(t + again as usize) % 3]).collect();
         let bytes = [to_bytes(element, &given), to_bytes(element, &shares)];
@@ -94,7 +75,6 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         let only = unsafe { last.run_groups(&[step], &[&bytes[0], &bytes[1]]) }?;
         same &= outputs.logits.ends_with(only.logits) && only.logits.len() == 2 * inner;
         same &= outputs.tapped == only.tapped;
-        let ones = vec![1.0; inner];
         for (t, &id) in ids.iter().enumerate() {
             let row = |of: &[f64]| of[t * inner..][..inner].to_vec();
             let (x, y) = (&rows[id as usize * inner..][..inner], row(&given));
@@ -102,7 +82,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
             let moved = |(x, y): (&f64, &f64)| round(x + round(shares[t] * round(y - x)));
             let expected: Vec<f64> = x.iter().zip(&y).map(moved).collect();
             same &= row(&logits) == x && row(&blended) == expected;
-            let expected = [x, &y].map(|row| normalized(element, row, &ones, false)).concat();
+            let expected = [x, &y].map(|row| normalized(element, row, None, false, EPS)).concat();
             largest = largest.max(difference(&wide[2 * t * inner..][..2 * inner], &expected));
         }
     }

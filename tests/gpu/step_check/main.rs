@@ -20,17 +20,16 @@ mod timing;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::io::Write;
 use std::iter::once;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use etkv_cuda::{
-    CapturedStep, CopiedRows, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MAX_FEW,
+    CapturedStep, CopiedRows, Device, Element, KeyMask, Launch, Plan, StepInputs, MAX_FEW,
 };
 
-use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
+use model::{copying, to_bytes, to_numbers, Model, Packing, Random, Shape};
 use reference::CompletedStep;
 
 type Answer<T> = Result<T, Box<dyn Error>>;
@@ -39,7 +38,7 @@ type Answer<T> = Result<T, Box<dyn Error>>;
 macro_rules! say {
     ($($text:tt)*) => {{
         println!($($text)*);
-        let _ = std::io::stdout().flush();
+        let _ = std::io::Write::flush(&mut std::io::stdout());
     }};
 }
 pub(crate) use say;
@@ -172,15 +171,13 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let is_many = |tokens: &usize| *tokens <= MAX_FEW || packing.is_none();
     for tokens in [1, 2, 5, 8, 16, 24, 32, 41, 64].into_iter().filter(is_many) {
         let spread = model.plan(tokens, true, false);
+        let overlapping = Plan { overlap: true, ..model.plan(tokens, false, false) };
         let mut kinds = Vec::new();
         for (what, plan) in [
             ("compact", model.plan(tokens, false, false)),
-            ("overlap", Plan { overlap: true, ..model.plan(tokens, false, false) }),
+            ("overlap", overlapping.clone()),
             ("last row", Plan { overlap: true, ..model.plan(tokens, false, true) }),
-            (
-                "last copied",
-                last_copied(Plan { overlap: true, ..model.plan(tokens, false, false) }),
-            ),
+            ("last copied", copying(CopiedRows::Last, overlapping.clone())),
             ("few blocks", Plan { attention_blocks: Some(1), ..model.plan(tokens, true, false) }),
         ] {
             kinds.push((what, device.capture(&plan)?));
@@ -269,25 +266,12 @@ fn check_masks(
             good = false;
         }
         let n_keys = before + tokens;
-        let mut number = |below: usize| (random.next().abs() * 1e6) as usize % below;
         for _ in 0..3 {
             for t in 0..tokens {
-                let at = number(tokens);
-                step.slots.swap(t, at);
-                step.positions[t] = number(n_keys) as i32;
+                step.slots.swap(t, random.below(tokens));
+                step.positions[t] = random.below(n_keys) as i32;
             }
-            // The token's key, and some runs of keys that overlap or are far apart.
-            let runs: Vec<Vec<_>> = (0..tokens)
-                .map(|t| {
-                    let own = step.slots[t] as usize;
-                    let some = (0..number(4)).map(|_| {
-                        let start = number(n_keys);
-                        start..n_keys.min(start + 1 + number(200))
-                    });
-                    some.chain(once(own..own + 1)).collect()
-                })
-                .collect();
-            let mask = KeyMask::of(runs.into_iter());
+            let mask = random.mask(n_keys, step.slots.iter().map(|&slot| slot as usize));
             let step = StepInputs { mask: Some(&mask), ..step.inputs(before) };
             // SAFETY: the same as above.
             unsafe { captured.run(&step) }?;
@@ -313,7 +297,7 @@ fn check_padding(
         |tokens| Plan { masked: vec![true], overlap: true, ..model.plan(tokens, true, false) };
     let (n, before) = (tokens - 5, 700);
     let (mut exact, mut padded) = (device.capture(&plan(n))?, device.capture(&plan(tokens))?);
-    let mut last = device.capture(&last_copied(plan(tokens)))?;
+    let mut last = device.capture(&copying(CopiedRows::Last, plan(tokens)))?;
     let step = Tokens::new(n, before, true, random, model.shape);
     let runs = (0..n).map(|t| [100..300, before + n - 1 - t..before + n - t]);
     let (few, all) = (KeyMask::of(runs.clone()), KeyMask::padded(tokens, runs));
@@ -376,8 +360,7 @@ impl Tokens {
 fn fill_pools(model: &mut Model, random: &mut Random) -> Answer<()> {
     let element = model.shape.element;
     for pool in &mut model.pools {
-        let rows: Vec<f64> =
-            (0..pool.bytes() / 2).map(|_| rounded(element, random.next())).collect();
+        let rows = random.numbers(element, pool.bytes() / 2, 1.0);
         pool.write(0, &to_bytes(element, &rows))?;
     }
     Ok(())
@@ -391,12 +374,6 @@ fn read_pools(model: &Model) -> Answer<Vec<Vec<u8>>> {
         all.push(bytes);
     }
     Ok(all)
-}
-
-/// Returns a plan that copies only the logits of the last token.
-fn last_copied(plan: Plan) -> Plan {
-    let logits = plan.logits.map(|logits| Logits { copied: CopiedRows::Last, ..logits });
-    Plan { logits, ..plan }
 }
 
 fn are_argmax(logits: &[f64], chosen: &[i32]) -> bool {

@@ -1,8 +1,10 @@
 //! Decoders as plans.
 
+use std::iter::once;
+
 use etkv_cuda::{
-    Address, Attend, Buffer, CopiedRows, Device, Element, Embed, Gate, Heads, Launch, Logits,
-    Memory, Norm, PackedWeight, Plan, Pool, PoolRows, Product, Result, Weight,
+    Address, Attend, Buffer, CopiedRows, Device, Element, Embed, Gate, Heads, KeyMask, Launch,
+    Logits, Memory, Norm, PackedWeight, Plan, Pool, PoolRows, Product, Result, Weight,
 };
 use half::{bf16, f16};
 
@@ -43,6 +45,28 @@ impl Random {
         }
         (sum - 3.0) * std::f64::consts::SQRT_2
     }
+
+    /// Returns `n` numbers times `scale`, rounded to the elements' type.
+    pub fn numbers(&mut self, element: Element, n: usize, scale: f64) -> Vec<f64> {
+        (0..n).map(|_| rounded(element, scale * self.next())).collect()
+    }
+
+    pub fn below(&mut self, end: usize) -> usize {
+        (self.next().abs() * 1e6) as usize % end
+    }
+
+    /// Returns a mask with each token's key, which `own` lists, and some runs of keys that overlap or are far apart.
+    pub fn mask(&mut self, n_keys: usize, own: impl Iterator<Item = usize>) -> KeyMask {
+        let runs_of = |own: usize| -> Vec<_> {
+            let some = (0..self.below(4)).map(|_| {
+                let start = self.below(n_keys);
+                start..n_keys.min(start + 1 + self.below(200))
+            });
+            some.chain(once(own..own + 1)).collect()
+        };
+        let runs: Vec<Vec<_>> = own.map(runs_of).collect();
+        KeyMask::of(runs.into_iter())
+    }
 }
 
 /// Returns a number rounded to the elements' type.
@@ -67,6 +91,32 @@ pub fn to_numbers(element: Element, bytes: &[u8]) -> Vec<f64> {
         Element::Bf16 => f64::from(bf16::from_le_bytes([bits[0], bits[1]])),
     };
     bytes.chunks_exact(2).map(number).collect()
+}
+
+/// Allocates memory with these contents.
+pub fn upload(device: &Device, bytes: &[u8]) -> Result<Memory> {
+    let mut memory = device.allocate(bytes.len())?;
+    memory.write(0, bytes)?;
+    Ok(memory)
+}
+
+/// Returns the periods of a rotary embedding, on the host and on the device.
+pub fn periods(device: &Device, half: usize) -> Result<(Vec<f64>, Memory)> {
+    let period = |j: usize| 10_000f32.powf(j as f32 / half as f32);
+    let periods: Vec<f32> = (0..half).map(period).collect();
+    let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
+    Ok((periods.into_iter().map(f64::from).collect(), upload(device, &bytes)?))
+}
+
+/// Returns a launch that reads rows of a plain table.
+pub fn embed(table: &Memory, vocabulary: usize, inner: usize, out: Buffer) -> Launch {
+    let table = Weight::Plain(table.address());
+    Launch::Embed(Embed { table, scale: None, vocabulary, inner, out })
+}
+
+/// Returns the plan with other rows of logits copied to the host.
+pub fn copying(copied: CopiedRows, plan: Plan) -> Plan {
+    Plan { logits: plan.logits.map(|logits| Logits { copied, ..logits }), ..plan }
 }
 
 /// A matrix, on the device and on the host.
@@ -139,13 +189,7 @@ impl Model {
         }
         model.add(device, hidden, 1.0)?;
         model.add_matrix(device, vocabulary * hidden, 1.0 / (hidden as f64).sqrt())?;
-        let half = shape.head_dim / 2;
-        let period = |j: usize| 10_000f32.powf(j as f32 / half as f32);
-        let periods: Vec<f32> = (0..half).map(period).collect();
-        let mut memory = device.allocate(4 * half)?;
-        let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
-        memory.write(0, &bytes)?;
-        let numbers = periods.into_iter().map(f64::from).collect();
+        let (numbers, memory) = periods(device, shape.head_dim / 2)?;
         model.weights.push(Matrix { memory, groups: None, numbers });
         Ok(model)
     }
@@ -155,7 +199,7 @@ impl Model {
         let mut memory = device.allocate(2 * elements)?;
         let mut numbers = Vec::new();
         if let Some(random) = &mut self.random {
-            numbers.extend((0..elements).map(|_| rounded(element, random.next() * scale)));
+            numbers = random.numbers(element, elements, scale);
             memory.write(0, &to_bytes(element, &numbers))?;
         }
         self.weights.push(Matrix { memory, groups: None, numbers });
@@ -228,28 +272,10 @@ impl Model {
         let mut buffers = Buffers { sizes: Vec::new(), spread, shared: Vec::new() };
         let mut launches = Vec::new();
         let norm = |weight| Some(Norm { weight: Some(weight), wide: false, eps: 1e-5 });
-        let plain = |x, weight, inner, outputs, out| Product {
-            x,
-            last_row: false,
-            weight,
-            inner,
-            outputs,
-            bias: None,
-            norm: None,
-            gate: None,
-            residual: None,
-            heads: None,
-            out,
-        };
         let mut x = buffers.take(0, tokens * hidden);
         let table = self.weights[0].weight();
-        launches.push(Launch::Embed(Embed {
-            table,
-            scale: None,
-            vocabulary,
-            inner: hidden,
-            out: x,
-        }));
+        let embed = Embed { table, scale: None, vocabulary, inner: hidden, out: x };
+        launches.push(Launch::Embed(embed));
         for layer in 0..self.shape.layers {
             let at = |index| self.at(1 + EACH * layer + index);
             let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
@@ -262,38 +288,28 @@ impl Model {
                 bias: self.shape.bias.then(|| at(BIAS)),
                 norm: norm(at(NORM)),
                 heads: Some(heads),
-                ..plain(x, weight(QKV), hidden, outputs, q)
+                ..Product::plain(x, weight(QKV), hidden, outputs, q)
             }));
             let attended = buffers.take(2, tokens * n_q * head_dim);
-            let scale = 1.0 / (head_dim as f32).sqrt();
-            let out = attended;
-            launches.push(Launch::Attend(Attend {
-                group: 0,
-                q,
-                keys,
-                values,
-                n_q,
-                n_kv,
-                head_dim,
-                scale,
-                out,
-            }));
+            let (group, scale, out) = (0, 1.0 / (head_dim as f32).sqrt(), attended);
+            let attend = Attend { group, q, keys, values, n_q, n_kv, head_dim, scale, out };
+            launches.push(Launch::Attend(attend));
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
                 residual: Some(x),
-                ..plain(attended, weight(O), n_q * head_dim, hidden, next)
+                ..Product::plain(attended, weight(O), n_q * head_dim, hidden, next)
             }));
             x = next;
             let gated = buffers.take(3, tokens * intermediate);
             launches.push(Launch::Product(Product {
                 norm: norm(at(NORM_2)),
                 gate: Some(Gate::Silu),
-                ..plain(x, weight(GATE_UP), hidden, intermediate, gated)
+                ..Product::plain(x, weight(GATE_UP), hidden, intermediate, gated)
             }));
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
                 residual: Some(x),
-                ..plain(gated, weight(DOWN), intermediate, hidden, next)
+                ..Product::plain(gated, weight(DOWN), intermediate, hidden, next)
             }));
             x = next;
         }
@@ -303,26 +319,13 @@ impl Model {
         launches.push(Launch::Product(Product {
             last_row,
             norm: norm(self.at(end)),
-            ..plain(x, self.weights[end + 1].weight(), hidden, vocabulary, logits)
+            ..Product::plain(x, self.weights[end + 1].weight(), hidden, vocabulary, logits)
         }));
+        let (buffer, copied, chosen) = (logits, CopiedRows::All, true);
         Plan {
-            element: self.shape.element,
-            tokens,
-            buffers: buffers.sizes,
-            launches,
-            logits: Some(Logits {
-                buffer: logits,
-                rows,
-                vocabulary,
-                copied: CopiedRows::All,
-                chosen: true,
-            }),
+            logits: Some(Logits { buffer, rows, vocabulary, copied, chosen }),
             overlap: false,
-            given: Vec::new(),
-            tapped: Vec::new(),
-            attention_blocks: None,
-            masked: vec![false],
-            small_blocks: false,
+            ..Plan::new(self.shape.element, tokens, buffers.sizes, launches)
         }
     }
 }

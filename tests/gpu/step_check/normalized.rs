@@ -5,10 +5,10 @@ use etkv_cuda::{
     Buffer, Device, Element, Embed, Launch, Norm, Normalize, Plan, StepInputs, Weight,
 };
 
-use crate::model::{rounded, to_bytes, to_numbers, Random};
-use crate::placed::{normalized, weights, EPS};
+use crate::model::{rounded, to_bytes, to_numbers, upload, Random};
+use crate::placed::{weights, EPS};
+use crate::reference::{difference, normalized};
 use crate::{say, Answer};
-use std::io::Write;
 
 const TABLE: usize = 70;
 
@@ -41,12 +41,9 @@ impl Case {
         let mut largest = 0f64;
         for tokens in [1, 5, 64] {
             let scale = 33.0;
-            let mut by = device.allocate(2)?;
-            by.write(0, &to_bytes(element, &[scale]))?;
-            let rows: Vec<f64> =
-                (0..TABLE * inner).map(|_| rounded(element, 0.03 * random.next())).collect();
-            let mut table = device.allocate(2 * rows.len())?;
-            table.write(0, &to_bytes(element, &rows))?;
+            let by = upload(device, &to_bytes(element, &[scale]))?;
+            let rows = random.numbers(element, TABLE * inner, 0.03);
+            let table = upload(device, &to_bytes(element, &rows))?;
             let norms = [
                 weights(device, element, inner, wide[0], &mut random)?,
                 weights(device, element, inner, wide[1], &mut random)?,
@@ -57,32 +54,22 @@ impl Case {
                 let table = Weight::Plain(table.address());
                 Launch::Embed(Embed { table, scale, vocabulary: TABLE, inner, out })
             };
-            let plan = Plan {
-                element,
-                tokens,
-                buffers: vec![tokens * inner; 4],
-                launches: vec![
-                    embed(Some(by.address()), Buffer(0)),
-                    embed(None, Buffer(1)),
-                    Launch::Normalize(Normalize {
-                        x: Buffer(1),
-                        inner,
-                        norm: norm(0),
-                        residual: residual.then_some(Buffer(0)),
-                        // The result sometimes replaces the residual.
-                        out: Buffer(if residual && tokens == 5 { 0 } else { 2 }),
-                        columns: None,
-                        next: next.then(|| (norm(1), Buffer(3))),
-                    }),
-                ],
-                logits: None,
-                overlap: true,
-                given: Vec::new(),
-                tapped: Vec::new(),
-                attention_blocks: None,
-                masked: vec![false],
-                small_blocks: false,
-            };
+            // The result sometimes replaces the residual.
+            let out = Buffer(if residual && tokens == 5 { 0 } else { 2 });
+            let launches = vec![
+                embed(Some(by.address()), Buffer(0)),
+                embed(None, Buffer(1)),
+                Launch::Normalize(Normalize {
+                    x: Buffer(1),
+                    inner,
+                    norm: norm(0),
+                    residual: residual.then_some(Buffer(0)),
+                    out,
+                    columns: None,
+                    next: next.then(|| (norm(1), Buffer(3))),
+                }),
+            ];
+            let plan = Plan::new(element, tokens, vec![tokens * inner; 4], launches);
             let mut captured = device.capture(&plan)?;
             let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * 11 + 5) % TABLE as i32).collect();
             let slots: Vec<i32> = (0..tokens as i32).collect();
@@ -92,16 +79,15 @@ impl Case {
                 // SAFETY: the table and the weights outlive the graph, and nothing else uses them.
                 unsafe { captured.run(&step) }?;
             }
-            let read = |index: usize| -> Answer<Vec<f64>> {
+            let read = |buffer: Buffer| -> Answer<Vec<f64>> {
                 let mut bytes = vec![0; 2 * tokens * inner];
-                captured.read(Buffer(index), &mut bytes)?;
+                captured.read(buffer, &mut bytes)?;
                 Ok(to_numbers(element, &bytes))
             };
-            let sums = read(if residual && tokens == 5 { 0 } else { 2 })?;
-            let again = read(3)?;
+            let (sums, again) = (read(out)?, read(Buffer(3))?);
             for (t, &id) in ids.iter().enumerate() {
                 let row = &rows[id as usize * inner..][..inner];
-                let mut expected = normalized(element, row, &norms[0].0, wide[0]);
+                let mut expected = normalized(element, row, Some(&norms[0].0), wide[0], EPS);
                 for (x, y) in expected.iter_mut().zip(row) {
                     let scaled = rounded(element, y * scale);
                     *x = if residual { rounded(element, *x + scaled) } else { *x };
@@ -110,7 +96,7 @@ impl Case {
                 largest = largest.max(difference(found, &expected));
                 if next {
                     // The expected norm is computed from the device's sum, whose rounding may differ.
-                    let expected = normalized(element, found, &norms[1].0, wide[1]);
+                    let expected = normalized(element, found, Some(&norms[1].0), wide[1], EPS);
                     largest = largest.max(difference(&again[t * inner..][..inner], &expected));
                 }
             }
@@ -121,19 +107,4 @@ impl Case {
         say!("  {word} {self:?}: {largest:.5}, limit {limit}");
         Ok(good)
     }
-}
-
-/// Returns the largest difference, relative to the number itself and to the size of all numbers.
-pub fn difference(found: &[f64], expected: &[f64]) -> f64 {
-    let squares: f64 = expected.iter().map(|x| x * x).sum();
-    let size = (squares / expected.len() as f64).sqrt();
-    let of = |(x, y): (&f64, &f64)| {
-        let distance = (x - y).abs() / (y.abs() + size + 1e-9);
-        if distance.is_finite() {
-            distance
-        } else {
-            f64::INFINITY
-        }
-    };
-    found.iter().zip(expected).map(of).fold(0.0, f64::max)
 }

@@ -1,16 +1,12 @@
 //! Checks attention over packed pools against plain arithmetic over the decoded rows.
 
-use std::iter::once;
-
 use etkv_core::KvFormat;
-use etkv_cuda::{
-    Attend, Buffer, Device, Element, Embed, KeyMask, Launch, Plan, StepInputs, Weight,
-};
+use etkv_cuda::{Attend, Buffer, Device, Element, Launch, Plan, StepInputs};
 
 use crate::codecs::{decode, encode, DevicePool, Planes, FORMATS};
-use crate::model::{rounded, to_bytes, to_numbers, Random};
+use crate::model::{embed, rounded, to_bytes, to_numbers, upload, Random};
+use crate::reference::{attended, difference};
 use crate::{say, Answer};
-use std::io::Write;
 
 /// Odd, so that the planes of most heads are not aligned.
 const CAPACITY: usize = 2177;
@@ -76,15 +72,13 @@ impl Case {
     fn check(self, device: &Device) -> Answer<bool> {
         let Self { element, n_q, n_kv, dim, formats, .. } = self;
         let mut random = Random(0x0dd0_beef_1234_5678);
-        let q: Vec<f64> = (0..TABLE * n_q * dim).map(|_| rounded(element, random.next())).collect();
-        let mut table = device.allocate(2 * q.len())?;
-        table.write(0, &to_bytes(element, &q))?;
+        let q = random.numbers(element, TABLE * n_q * dim, 1.0);
+        let table = upload(device, &to_bytes(element, &q))?;
         let mut pools = Vec::new();
         let mut rows = Vec::new();
         for format in formats {
             let mut pool = DevicePool::new(device, format, n_kv, CAPACITY, dim)?;
-            let numbers: Vec<f64> =
-                (0..n_kv * CAPACITY * dim).map(|_| rounded(element, random.next())).collect();
+            let numbers = random.numbers(element, n_kv * CAPACITY * dim, 1.0);
             match format {
                 None => {
                     pool.planes[0].write(0, &to_bytes(element, &numbers))?;
@@ -118,37 +112,22 @@ impl Case {
         let mut largest = 0f64;
         let mut worst = String::new();
         for &tokens in self.tokens {
+            let attend = Attend {
+                group: 0,
+                q: Buffer(0),
+                keys: pools[0].pool(),
+                values: pools[1].pool(),
+                n_q,
+                n_kv,
+                head_dim: dim,
+                scale: 1.0 / (dim as f32).sqrt(),
+                out: Buffer(1),
+            };
+            let launches = vec![embed(&table, TABLE, n_q * dim, Buffer(0)), Launch::Attend(attend)];
             let plan = Plan {
-                element,
-                tokens,
-                buffers: vec![tokens * n_q * dim; 2],
-                launches: vec![
-                    Launch::Embed(Embed {
-                        table: Weight::Plain(table.address()),
-                        scale: None,
-                        vocabulary: TABLE,
-                        inner: n_q * dim,
-                        out: Buffer(0),
-                    }),
-                    Launch::Attend(Attend {
-                        group: 0,
-                        q: Buffer(0),
-                        keys: pools[0].pool(),
-                        values: pools[1].pool(),
-                        n_q,
-                        n_kv,
-                        head_dim: dim,
-                        scale: 1.0 / (dim as f32).sqrt(),
-                        out: Buffer(1),
-                    }),
-                ],
                 masked: vec![self.masked],
                 small_blocks: self.masked && tokens == 64,
-                logits: None,
-                overlap: true,
-                given: Vec::new(),
-                tapped: Vec::new(),
-                attention_blocks: None,
+                ..Plan::new(element, tokens, vec![tokens * n_q * dim; 2], launches)
             };
             let mut captured = device.capture(&plan)?;
             let mut one_block =
@@ -159,18 +138,7 @@ impl Case {
                 }
                 let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * 11 + 5) % 70).collect();
                 let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
-                let mut number = |below: usize| (random.next().abs() * 1e6) as usize % below;
-                let runs: Vec<Vec<std::ops::Range<usize>>> = (0..tokens)
-                    .map(|t| {
-                        let own = keys - tokens + t;
-                        let some = (0..number(4)).map(|_| {
-                            let start = number(keys);
-                            start..keys.min(start + 1 + number(200))
-                        });
-                        some.chain(once(own..own + 1)).collect()
-                    })
-                    .collect();
-                let mask = KeyMask::of(runs.into_iter());
+                let mask = random.mask(keys, keys - tokens..keys);
                 let step = StepInputs {
                     ids: &ids,
                     positions: &slots,
@@ -218,36 +186,11 @@ impl Case {
                 let query = &q[(id as usize * n_q + head) * dim..][..dim];
                 let first = head / (n_q / n_kv) * CAPACITY;
                 let row = |of: usize, key: usize| &rows[of][(first + key) * dim..][..dim];
-                let score = |&key: &usize| {
-                    let sum: f64 = query.iter().zip(row(0, key)).map(|(x, y)| x * y).sum();
-                    sum / (dim as f64).sqrt()
-                };
-                let scores: Vec<f64> = seen.iter().map(score).collect();
-                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let mut whole = 0.0;
-                let mut sums = vec![0.0; dim];
-                for (&key, score) in seen.iter().zip(&scores) {
-                    let weight = (score - most).exp();
-                    whole += weight;
-                    sums.iter_mut().zip(row(1, key)).for_each(|(sum, x)| *sum += weight * x);
-                }
-                expected.extend(sums.iter().map(|sum| rounded(element, sum / whole)));
+                let scale = 1.0 / (dim as f64).sqrt();
+                let sums = attended(query, &seen, |at| row(0, at), |at| row(1, at), scale);
+                expected.extend(sums.into_iter().map(|sum| rounded(element, sum)));
             }
         }
         expected
     }
-}
-
-/// Returns the largest difference, relative to the number itself and to the size of all numbers.
-fn difference(found: &[f64], expected: &[f64]) -> f64 {
-    let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
-    let of = |(x, y): (&f64, &f64)| {
-        let distance = (x - y).abs() / (y.abs() + size + 1e-9);
-        if distance.is_finite() {
-            distance
-        } else {
-            f64::INFINITY
-        }
-    };
-    found.iter().zip(expected).map(of).fold(0.0, f64::max)
 }

@@ -1,17 +1,15 @@
 //! Checks heads that are normalized, rotated and stored. Plain rows are compared with plain arithmetic.
 //! Packed rows must have the same bits as codes that the host computes from the plain rows.
 
-use crate::codecs::packing;
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, PlaceHeads, Plan,
-    StepInputs, Weight,
+    Address, Buffer, Device, Element, Heads, Launch, Memory, Norm, PlaceHeads, Plan, StepInputs,
 };
 
-use crate::codecs::{encode, row_bytes, DevicePool, Planes, FORMATS};
-use crate::model::{rounded, to_bytes, to_numbers, Random};
+use crate::codecs::{encode, packing, row_bytes, DevicePool, Planes, FORMATS};
+use crate::model::{embed, periods, rounded, to_bytes, to_numbers, upload, Random};
+use crate::reference::{self, normalized, rotated};
 use crate::{say, Answer};
-use std::io::Write;
 
 const CAPACITY: usize = 301;
 const TABLE: usize = 96;
@@ -45,18 +43,7 @@ pub fn weights(
         true => numbers.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
         false => to_bytes(element, &numbers),
     };
-    let mut memory = device.allocate(bytes.len())?;
-    memory.write(0, &bytes)?;
-    Ok((numbers, memory))
-}
-
-/// Returns a row after a norm.
-pub fn normalized(element: Element, row: &[f64], weights: &[f64], wide: bool) -> Vec<f64> {
-    let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-    let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-    let round = |x: f64| rounded(element, x);
-    let scaled = |x: f64| if wide { x * scale } else { round(x * scale) };
-    row.iter().zip(weights).map(|(&x, by)| round(scaled(x) * by)).collect()
+    Ok((numbers, upload(device, &bytes)?))
 }
 
 /// The memory of a shape.
@@ -65,7 +52,7 @@ struct Case {
     rows: Vec<f64>,
     table: Memory,
     norms: [(Vec<f64>, Memory); 2],
-    periods: (Vec<f32>, Memory),
+    periods: (Vec<f64>, Memory),
 }
 
 /// Runs the checks.
@@ -169,16 +156,11 @@ impl Case {
         for (i, x) in rows.iter_mut().take(width).enumerate() {
             *x = [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 7.0, -7.0][i % 8];
         }
-        let mut table = device.allocate(2 * rows.len())?;
-        table.write(0, &to_bytes(element, &rows))?;
+        let table = upload(device, &to_bytes(element, &rows))?;
         let mut norm = || weights(device, element, dim, shape.wide, &mut random);
         let norms = [norm()?, norm()?];
-        let half = (dim * shape.rotates / 8).max(1);
-        let periods: Vec<f32> = (0..half).map(|j| 10_000f32.powf(j as f32 / half as f32)).collect();
-        let mut memory = device.allocate(4 * half)?;
-        let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
-        memory.write(0, &bytes)?;
-        Ok(Self { shape, rows, table, norms, periods: (periods, memory) })
+        let periods = periods(device, (dim * shape.rotates / 8).max(1))?;
+        Ok(Self { shape, rows, table, norms, periods })
     }
 
     /// Runs a step, and returns the queries.
@@ -192,43 +174,14 @@ impl Case {
         let periods: Option<Address> = (rotates > 0).then(|| self.periods.1.address());
         let rotated = if rotates > 0 { dim * rotates / 4 } else { dim };
         let [keys, values] = pools.map(DevicePool::pool);
-        let plan = Plan {
-            element,
-            tokens,
-            buffers: vec![tokens * width, tokens * n_q * dim],
-            launches: vec![
-                Launch::Embed(Embed {
-                    table: Weight::Plain(self.table.address()),
-                    scale: None,
-                    vocabulary: TABLE,
-                    inner: width,
-                    out: Buffer(0),
-                }),
-                Launch::PlaceHeads(PlaceHeads {
-                    x: Buffer(0),
-                    heads: Heads {
-                        group: 0,
-                        n_q,
-                        n_kv,
-                        head_dim: dim,
-                        periods,
-                        rotated,
-                        keys,
-                        values,
-                    },
-                    q_norm: norm(0),
-                    k_norm: norm(1),
-                    out: Buffer(1),
-                }),
-            ],
-            masked: vec![false],
-            small_blocks: false,
-            logits: None,
-            overlap: true,
-            given: Vec::new(),
-            tapped: Vec::new(),
-            attention_blocks: None,
-        };
+        let heads = Heads { group: 0, n_q, n_kv, head_dim: dim, periods, rotated, keys, values };
+        let (x, out, q_norm, k_norm) = (Buffer(0), Buffer(1), norm(0), norm(1));
+        let launches = vec![
+            embed(&self.table, TABLE, width, x),
+            Launch::PlaceHeads(PlaceHeads { x, heads, q_norm, k_norm, out }),
+        ];
+        let buffers = vec![tokens * width, tokens * n_q * dim];
+        let plan = Plan::new(element, tokens, buffers, launches);
         let mut captured = device.capture(&plan)?;
         // SAFETY: the case and the pools outlive the graph, and nothing else uses them.
         unsafe { captured.run(step) }?;
@@ -256,12 +209,7 @@ impl Case {
                         to_numbers(element, &pools[kind - 1].row(0, row, 2 * dim)?)
                     }
                 };
-                let size = expected.iter().map(|x| x * x).sum::<f64>() / dim as f64;
-                for (x, y) in found.iter().zip(&expected) {
-                    let distance = (x - y).abs() / (y.abs() + size.sqrt() + 1e-9);
-                    largest =
-                        largest.max(if distance.is_finite() { distance } else { f64::INFINITY });
-                }
+                largest = largest.max(reference::difference(&found, &expected));
             }
         }
         Ok(largest)
@@ -271,26 +219,15 @@ impl Case {
     /// for values.
     fn placed(&self, row: &[f64], kind: usize, position: i32) -> Vec<f64> {
         let Shape { element, dim, rotates, .. } = self.shape;
-        let round = |x: f64| rounded(element, x);
         let mut row = row.to_vec();
         if kind < 2 && self.shape.norms[kind] {
-            row = normalized(element, &row, &self.norms[kind].0, self.shape.wide);
+            let weights = Some(&self.norms[kind].0[..]);
+            row = normalized(element, &row, weights, self.shape.wide, EPS);
         }
         if kind == 2 || rotates == 0 {
             return row;
         }
-        let half = dim * rotates / 8;
-        let rotated = |j: usize| {
-            if j >= 2 * half {
-                return row[j];
-            }
-            let angle = f64::from(position as f32 * (1.0 / self.periods.0[j % half]));
-            let (x, y) = (row[j % half], row[j % half + half]);
-            round(match j < half {
-                true => x * angle.cos() - y * angle.sin(),
-                false => x * angle.sin() + y * angle.cos(),
-            })
-        };
+        let rotated = |j| rounded(element, rotated(&row, &self.periods.0, position, j));
         (0..dim).map(rotated).collect()
     }
 

@@ -5,10 +5,9 @@ use etkv_cuda::{
     Product, Result, Weight,
 };
 
-use crate::model::Shape;
+use crate::model::{embed, Shape};
 use crate::say;
 use crate::timing::{median, median_of_sequences};
-use std::io::Write;
 
 /// The total bytes of weights that launches read, which exceed a device's caches.
 const BYTES: usize = 540 << 20;
@@ -32,40 +31,27 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     ];
     let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
     let pool = Pool { rows: PoolRows::Plain(pool.address()), capacity: shape.capacity };
-    let heads = Heads {
-        group: 0,
-        n_q,
-        n_kv,
-        head_dim,
-        periods: None,
-        rotated: head_dim,
-        keys: pool,
-        values: pool,
-    };
+    let (keys, values, rotated) = (pool, pool, head_dim);
+    let heads = Heads { group: 0, n_q, n_kv, head_dim, periods: None, rotated, keys, values };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
         let count = (BYTES / bytes).clamp(MIN, MAX);
         let at = |offset: usize| Address(weights.address().0 + offset as u64);
-        let product = |number: usize| Product {
-            x: Buffer(0),
-            last_row: false,
-            weight: Weight::Plain(at(number % (BYTES / bytes) * bytes)),
-            inner,
-            outputs,
-            bias: None,
-            norm: (name != "out" && name != "down").then_some(Norm {
-                weight: None,
-                wide: false,
-                eps: 1e-5,
-            }),
-            gate: (name == "gate").then_some(Gate::Silu),
-            residual: (name == "out" || name == "down").then_some(Buffer(1)),
-            heads: (name == "heads").then_some(heads),
-            out: Buffer(1),
+        let adds = name == "out" || name == "down";
+        let norm = (!adds).then_some(Norm { weight: None, wide: false, eps: 1e-5 });
+        let product = |number: usize| {
+            let weight = Weight::Plain(at(number % (BYTES / bytes) * bytes));
+            Launch::Product(Product {
+                norm,
+                gate: (name == "gate").then_some(Gate::Silu),
+                residual: adds.then_some(Buffer(1)),
+                heads: (name == "heads").then_some(heads),
+                ..Product::plain(Buffer(0), weight, inner, outputs, Buffer(1))
+            })
         };
-        let times =
-            times(device, shape, |_| (0..count).map(|n| Launch::Product(product(n))).collect())?;
+        let launches: Vec<Launch> = (0..count).map(product).collect();
+        let times = times_of(device, shape, 256, false, &launches)?;
         let floor = bytes as f64 / 4.2e6;
         say!("  {name:5} {times}   ({floor:.1} at 4.2 TB/s)");
     }
@@ -81,18 +67,15 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
             scale: 0.1,
             out: Buffer(1),
         };
-        let text = times_of(device, shape, keys, false, |_| vec![Launch::Attend(attend); MAX])?;
+        let launches = [Launch::Attend(attend); MAX];
+        let text = times_of(device, shape, keys, false, &launches)?;
         say!("  attention over {keys}: {text}");
         if keys * MAX_TOKENS <= shape.capacity {
-            let all = |_| vec![Launch::Attend(attend); MAX];
-            say!("  sequences of {keys}: {}", times_of(device, shape, keys, true, all)?);
+            let text = times_of(device, shape, keys, true, &launches)?;
+            say!("  sequences of {keys}: {text}");
         }
     }
     Ok(())
-}
-
-fn times(device: &Device, shape: Shape, launches: impl Fn(usize) -> Vec<Launch>) -> Result<String> {
-    times_of(device, shape, 256, false, launches)
 }
 
 fn times_of(
@@ -100,49 +83,24 @@ fn times_of(
     shape: Shape,
     keys: usize,
     small_blocks: bool,
-    launches: impl Fn(usize) -> Vec<Launch>,
+    launches: &[Launch],
 ) -> Result<String> {
     let widest = shape.vocabulary.max(2 * shape.intermediate).max(shape.hidden);
     let table = device.allocate(2 * 1024 * widest)?;
     let mut text = String::new();
     for tokens in TOKENS {
-        let embed = |inner, out| {
-            Launch::Embed(etkv_cuda::Embed {
-                table: Weight::Plain(table.address()),
-                scale: None,
-                vocabulary: 1024,
-                inner,
-                out,
-            })
-        };
-        let mut all = vec![embed(widest, Buffer(0)), embed(widest, Buffer(1))];
-        let some = launches(tokens);
-        let count = some.len();
-        let mut base = all.clone();
-        base.truncate(2);
-        all.extend(some);
-        let plan = |launches| Plan {
-            element: Element::Bf16,
-            tokens,
-            buffers: vec![tokens * widest; 2],
-            launches,
-            logits: None,
-            overlap: true,
-            given: Vec::new(),
-            tapped: Vec::new(),
-            attention_blocks: None,
-            masked: vec![false],
-            small_blocks: false,
-        };
-        let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;
+        let base = [0, 1].map(|index| embed(&table, 1024, widest, Buffer(index)));
+        let plan = |launches| Plan::new(Element::Bf16, tokens, vec![tokens * widest; 2], launches);
+        let empty = median(&mut device.capture(&plan(base.to_vec()))?, tokens, keys, None)?;
         let small_blocks = small_blocks && tokens > 1;
+        let all = plan([&base, launches].concat());
         let mut graph =
-            device.capture(&Plan { masked: vec![small_blocks], small_blocks, ..plan(all) })?;
+            device.capture(&Plan { masked: vec![small_blocks], small_blocks, ..all })?;
         let whole = match small_blocks {
             true => median_of_sequences(&mut graph, tokens, keys)?,
-            false => median(&mut graph, tokens, keys)?,
+            false => median(&mut graph, tokens, keys, None)?,
         };
-        text.push_str(&format!(" {:8.2}", (whole - empty) / count as f64));
+        text.push_str(&format!(" {:8.2}", (whole - empty) / launches.len() as f64));
     }
     Ok(text)
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use etkv_cuda::{
-    Attend, Buffer, CapturedStep, Embed, Gate, Heads, Launch, Plan, Pool, PoolRows, Product,
-    Result, StepInputs,
+    Attend, Buffer, CapturedStep, Element, Embed, Gate, Heads, Launch, Plan, Pool, PoolRows,
+    Product, Result, StepInputs,
 };
 
 use crate::model::{rounded, to_numbers, Model};
@@ -17,11 +17,8 @@ pub struct CompletedStep<'a> {
     pub step: StepInputs<'a>,
 }
 
-/// The largest difference between found and expected numbers.
-pub struct Difference {
-    pub what: &'static str,
-    pub largest: f64,
-}
+/// The largest [`difference`] between found and expected numbers, after their name.
+type Difference = (&'static str, f64);
 
 impl CompletedStep<'_> {
     /// Updates the largest difference of each name by the differences of all launches.
@@ -31,9 +28,9 @@ impl CompletedStep<'_> {
         largest: &mut BTreeMap<&'static str, f64>,
     ) -> Result<()> {
         for launch in self.plan.launches.iter().filter(|launch| launches(launch)) {
-            for found in self.differences(launch)? {
-                let most = largest.entry(found.what).or_insert(0.0);
-                *most = f64::max(*most, found.largest);
+            for (what, found) in self.differences(launch)? {
+                let most = largest.entry(what).or_insert(0.0);
+                *most = f64::max(*most, found);
             }
         }
         Ok(())
@@ -81,7 +78,7 @@ impl CompletedStep<'_> {
             row.iter().map(|&x| self.round(x))
         };
         let expected: Vec<f64> = self.step.ids.iter().flat_map(row).collect();
-        Ok(vec![difference("embed", &self.buffer(embed.out)?, &expected)])
+        Ok(vec![("embed", difference(&self.buffer(embed.out)?, &expected))])
     }
 
     /// Returns a row after the norm of its product, if it has one.
@@ -89,13 +86,8 @@ impl CompletedStep<'_> {
         let Some(norm) = product.norm else {
             return row.to_vec();
         };
-        let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-        let scale = 1.0 / (mean + f64::from(norm.eps)).sqrt();
-        let scaled = row.iter().map(|x| self.round(x * scale));
-        match norm.weight.map(|weight| self.model.numbers(weight)) {
-            Some(weights) => scaled.zip(weights).map(|(x, by)| self.round(x * by)).collect(),
-            None => scaled.collect(),
-        }
+        let weights = norm.weight.map(|weight| self.model.numbers(weight));
+        normalized(self.plan.element, row, weights, false, norm.eps)
     }
 
     fn product(&self, product: &Product) -> Result<Vec<Difference>> {
@@ -134,7 +126,7 @@ impl CompletedStep<'_> {
                     (_, Some(_), _) => "residual",
                     _ => "logits",
                 };
-                Ok(vec![difference(what, &self.buffer(product.out)?, &expected)])
+                Ok(vec![(what, difference(&self.buffer(product.out)?, &expected))])
             }
         }
     }
@@ -143,7 +135,6 @@ impl CompletedStep<'_> {
     fn heads(&self, heads: &Heads, q: &[f64], rows: &[f64]) -> Result<Vec<Difference>> {
         let &Heads { n_q, n_kv, head_dim, .. } = heads;
         let all = n_q + 2 * n_kv;
-        let half = head_dim / 2;
         let (keys, values) = (self.pool(heads.keys)?, self.pool(heads.values)?);
         let periods = heads.periods.map(|periods| self.model.numbers(periods));
         let mut found = [const { Vec::new() }; 3];
@@ -159,24 +150,14 @@ impl CompletedStep<'_> {
                     _ => &values[place(heads.values, head - n_q - n_kv)..][..head_dim],
                 });
                 let row = &rows[(t * all + head) * head_dim..][..head_dim];
-                for j in 0..head_dim {
-                    let Some(periods) = periods.filter(|_| kind < 2) else {
-                        expected[kind].push(row[j]);
-                        continue;
-                    };
-                    let period = periods[j % half] as f32;
-                    let angle = f64::from(self.step.positions[t] as f32 * (1.0 / period));
-                    let (x, y) = (row[j % half], row[j % half + half]);
-                    expected[kind].push(self.round(if j < half {
-                        x * angle.cos() - y * angle.sin()
-                    } else {
-                        x * angle.sin() + y * angle.cos()
-                    }));
-                }
+                let periods = periods.filter(|_| kind < 2).unwrap_or_default();
+                let position = self.step.positions[t];
+                let element = |j| self.round(rotated(row, periods, position, j));
+                expected[kind].extend((0..head_dim).map(element));
             }
         }
-        let whats = ["q", "k", "v"];
-        Ok((0..3).map(|kind| difference(whats[kind], &found[kind], &expected[kind])).collect())
+        let kinds = ["q", "k", "v"].into_iter().zip(found.iter().zip(&expected));
+        Ok(kinds.map(|(what, (found, expected))| (what, difference(found, expected))).collect())
     }
 
     fn attend(&self, attend: &Attend) -> Result<Vec<Difference>> {
@@ -193,34 +174,25 @@ impl CompletedStep<'_> {
             for head in 0..n_q {
                 let query = &q[(t * n_q + head) * head_dim..][..head_dim];
                 let kv_head = head / (n_q / n_kv);
-                let of = |pool: Pool, key: usize| {
+                let row = |key: usize, pool: Pool| {
                     (kv_head * pool.capacity + key) * head_dim
                         ..(kv_head * pool.capacity + key + 1) * head_dim
                 };
-                let score = |key: usize| {
-                    let row = &keys[of(attend.keys, key)];
-                    let sum: f64 = query.iter().zip(row).map(|(x, y)| x * y).sum();
-                    sum * f64::from(attend.scale)
-                };
-                let scores: Vec<f64> = seen.iter().map(|&key| score(key)).collect();
-                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let mut whole = 0.0;
-                let mut sums = vec![0.0; head_dim];
-                for (&key, score) in seen.iter().zip(&scores) {
-                    let weight = (score - most).exp();
-                    whole += weight;
-                    let row = &values[of(attend.values, key)];
-                    sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += weight * x);
-                }
-                expected.extend(sums.iter().map(|sum| self.round(sum / whole)));
+                let key = |at| &keys[row(at, attend.keys)];
+                let value = |at| &values[row(at, attend.values)];
+                let sums = attended(query, &seen, key, value, f64::from(attend.scale));
+                expected.extend(sums.into_iter().map(|sum| self.round(sum)));
             }
         }
-        Ok(vec![difference("attended", &self.buffer(attend.out)?, &expected)])
+        Ok(vec![("attended", difference(&self.buffer(attend.out)?, &expected))])
     }
 }
 
 /// Returns the largest difference, relative to the number itself and to the size of all numbers.
-fn difference(what: &'static str, found: &[f64], expected: &[f64]) -> Difference {
+pub fn difference(found: &[f64], expected: &[f64]) -> f64 {
+    if found.len() < expected.len() {
+        return f64::INFINITY;
+    }
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len().max(1) as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {
@@ -231,7 +203,61 @@ fn difference(what: &'static str, found: &[f64], expected: &[f64]) -> Difference
             f64::INFINITY
         }
     };
-    let largest = found.iter().zip(expected).map(of).fold(0.0, f64::max);
-    let largest = if found.len() >= expected.len() { largest } else { f64::INFINITY };
-    Difference { what, largest }
+    found.iter().zip(expected).map(of).fold(0.0, f64::max)
+}
+
+/// Returns a row after a norm. With `wide` weights it is rounded once, after the multiplication by the weights.
+pub fn normalized(
+    element: Element,
+    row: &[f64],
+    weights: Option<&[f64]>,
+    wide: bool,
+    eps: f32,
+) -> Vec<f64> {
+    let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+    let round = |x: f64| rounded(element, x);
+    let scaled = row.iter().map(|x| if wide { x * scale } else { round(x * scale) });
+    match weights {
+        Some(weights) => scaled.zip(weights).map(|(x, by)| round(x * by)).collect(),
+        None => scaled.collect(),
+    }
+}
+
+/// Returns an element of a head after the rotation of its first `2 * periods.len()` elements.
+pub fn rotated(row: &[f64], periods: &[f64], position: i32, j: usize) -> f64 {
+    let half = periods.len();
+    if j >= 2 * half {
+        return row[j];
+    }
+    let angle = f64::from(position as f32 * (1.0 / periods[j % half] as f32));
+    let (x, y) = (row[j % half], row[j % half + half]);
+    match j < half {
+        true => x * angle.cos() - y * angle.sin(),
+        false => x * angle.sin() + y * angle.cos(),
+    }
+}
+
+/// Returns the sum of the values at the keys that a query sees, weighted by the softmax of their scores.
+pub fn attended<'a>(
+    query: &[f64],
+    seen: &[usize],
+    key: impl Fn(usize) -> &'a [f64],
+    value: impl Fn(usize) -> &'a [f64],
+    scale: f64,
+) -> Vec<f64> {
+    let score = |&at: &usize| {
+        let products = query.iter().zip(key(at)).map(|(x, y)| x * y);
+        products.sum::<f64>() * scale
+    };
+    let scores: Vec<f64> = seen.iter().map(score).collect();
+    let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut whole = 0.0;
+    let mut sums = vec![0.0; query.len()];
+    for (&at, score) in seen.iter().zip(&scores) {
+        let weight = (score - most).exp();
+        whole += weight;
+        sums.iter_mut().zip(value(at)).for_each(|(sum, x)| *sum += weight * x);
+    }
+    sums.into_iter().map(|sum| sum / whole).collect()
 }

@@ -2,11 +2,12 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{CopiedRows, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MAX_FEW};
+use etkv_cuda::{
+    CapturedStep, CopiedRows, Device, Element, KeyMask, Plan, Result, StepInputs, MAX_FEW,
+};
 
-use crate::model::{Matrix, Model, Packing, Shape};
+use crate::model::{copying, Matrix, Model, Packing, Shape};
 use crate::say;
-use std::io::Write;
 
 const CAPACITY: usize = 8192;
 const RUNS: usize = 40;
@@ -28,23 +29,13 @@ pub const LLAMA: Shape = Shape {
 };
 
 /// The group size of mlx-lm. The next one is that of this project.
-const LLAMA_64: Shape = Shape {
-    name: "Llama-3.2-1B in 4 bits, groups of 64",
-    packing: Some(Packing { bits: 4, group: 64 }),
-    ..LLAMA
-};
+const LLAMA_64: Shape = packed("Llama-3.2-1B in 4 bits, groups of 64", 4, 64);
+const LLAMA_32: Shape = packed("Llama-3.2-1B in 4 bits, groups of 32", 4, 32);
+const LLAMA_8: Shape = packed("Llama-3.2-1B in 8 bits, groups of 64", 8, 64);
 
-const LLAMA_32: Shape = Shape {
-    name: "Llama-3.2-1B in 4 bits, groups of 32",
-    packing: Some(Packing { bits: 4, group: 32 }),
-    ..LLAMA
-};
-
-const LLAMA_8: Shape = Shape {
-    name: "Llama-3.2-1B in 8 bits, groups of 64",
-    packing: Some(Packing { bits: 8, group: 64 }),
-    ..LLAMA
-};
+const fn packed(name: &'static str, bits: usize, group: usize) -> Shape {
+    Shape { name, packing: Some(Packing { bits, group }), ..LLAMA }
+}
 
 pub const SMOL: Shape = Shape {
     name: "SmolLM2-135M",
@@ -73,9 +64,8 @@ pub fn run(device: &Device) -> Result<()> {
                 let mut text = String::new();
                 for keys in [16, 256, 2048] {
                     for copied in [CopiedRows::All, CopiedRows::None] {
-                        let mut plan = Plan { overlap: true, ..model.plan(tokens, false, false) };
-                        plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
-                        let time = median(&mut device.capture(&plan)?, tokens, keys)?;
+                        let plan = overlapping(&model, tokens, copied);
+                        let time = median(&mut device.capture(&plan)?, tokens, keys, None)?;
                         text.push_str(&format!(" {time:8.1}"));
                     }
                 }
@@ -88,15 +78,14 @@ pub fn run(device: &Device) -> Result<()> {
             let mut graphs = Vec::new();
             for copied in [CopiedRows::All, CopiedRows::None] {
                 for overlap in [false, true] {
-                    let mut plan = Plan { overlap, ..model.plan(tokens, false, false) };
-                    plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
+                    let plan = Plan { overlap, ..overlapping(&model, tokens, copied) };
                     graphs.push(device.capture(&plan)?);
                 }
             }
             for keys in [256, 2048, 8000] {
                 let mut times = Vec::new();
                 for graph in &mut graphs {
-                    times.push(median(graph, tokens, keys)?);
+                    times.push(median(graph, tokens, keys, None)?);
                 }
                 let rate = bytes as f64 / times[3] / 1e3;
                 say!(
@@ -114,12 +103,9 @@ pub fn run(device: &Device) -> Result<()> {
             for keys in [256, 2048, 8000] {
                 let mut times = Vec::new();
                 for blocks in blocks {
-                    let mut plan = model.plan(tokens, false, false);
-                    plan.overlap = true;
+                    let mut plan = overlapping(&model, tokens, CopiedRows::None);
                     plan.attention_blocks = Some(blocks);
-                    plan.logits =
-                        plan.logits.map(|logits| Logits { copied: CopiedRows::None, ..logits });
-                    times.push(median(&mut device.capture(&plan)?, tokens, keys)?);
+                    times.push(median(&mut device.capture(&plan)?, tokens, keys, None)?);
                 }
                 let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
                 say!("  {tokens:2} {keys:5} | {}", times.join(" "));
@@ -136,11 +122,9 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
         let mut text = String::new();
         let mut first = None;
         for tokens in tokens_of(model.shape).filter(|tokens| tokens * each <= CAPACITY) {
-            let mut plan = model.plan(tokens, false, false);
-            plan.overlap = true;
+            let mut plan = overlapping(model, tokens, CopiedRows::None);
             plan.small_blocks = tokens > 1;
             plan.masked = vec![tokens > 1];
-            plan.logits = plan.logits.map(|logits| Logits { copied: CopiedRows::None, ..logits });
             let time = median_of_sequences(&mut device.capture(&plan)?, tokens, each)?;
             let rate = tokens as f64 / time;
             let ratio = rate / *first.get_or_insert(rate);
@@ -157,20 +141,27 @@ fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
     [1, 2, 4, 8, 16, 32, 64].into_iter().filter(takes)
 }
 
-pub fn median(graph: &mut etkv_cuda::CapturedStep, tokens: usize, keys: usize) -> Result<f64> {
+/// Returns the plan of a step whose kernels overlap.
+fn overlapping(model: &Model, tokens: usize, copied: CopiedRows) -> Plan {
+    copying(copied, Plan { overlap: true, ..model.plan(tokens, false, false) })
+}
+
+/// Returns the median time of steps whose tokens are the last of `keys` keys.
+pub fn median(
+    graph: &mut CapturedStep,
+    tokens: usize,
+    keys: usize,
+    mask: Option<&KeyMask>,
+) -> Result<f64> {
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
-    let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask: None };
+    let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask };
     median_of(graph, &step)
 }
 
 /// Returns the median time of steps with one token of each of several sequences. Each sequence has `each`
 /// keys.
-pub fn median_of_sequences(
-    graph: &mut etkv_cuda::CapturedStep,
-    tokens: usize,
-    each: usize,
-) -> Result<f64> {
+pub fn median_of_sequences(graph: &mut CapturedStep, tokens: usize, each: usize) -> Result<f64> {
     let mask = KeyMask::of((0..tokens).map(|t| std::iter::once(t * each..(t + 1) * each)));
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let positions = vec![each as i32 - 1; tokens];
@@ -185,11 +176,11 @@ pub fn median_of_sequences(
     median_of(graph, &step)
 }
 
-fn median_of(graph: &mut etkv_cuda::CapturedStep, step: &StepInputs) -> Result<f64> {
+fn median_of(graph: &mut CapturedStep, step: &StepInputs) -> Result<f64> {
     let mut times = Vec::new();
     for run in 0..RUNS + 4 {
         let begin = Instant::now();
-        // SAFETY: the model outlives the graph, and nothing else uses it.
+        // SAFETY: the model or the pools outlive the graph, and nothing else uses them.
         unsafe { graph.run(step) }?;
         if run >= 4 {
             times.push(begin.elapsed().as_secs_f64() * 1e6);

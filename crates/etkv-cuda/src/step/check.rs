@@ -44,12 +44,10 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
         if !plan.launches.iter().any(is_own) {
             fail!(Plan, "a mask without attention");
         }
+        check_lists(plan, group)?;
     }
     if plan.small_blocks && !plan.masked.contains(&true) {
         fail!(Plan, "small blocks of rows without a mask");
-    }
-    for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
-        check_lists(plan, group)?;
     }
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
     work.check_given()?;

@@ -84,11 +84,6 @@ impl KeyMask {
         self.end
     }
 
-    /// Returns the number of tiles in which some token sees a key.
-    pub fn n_tiles(&self) -> usize {
-        self.numbers.len() / (1 + self.n_tokens)
-    }
-
     /// Writes the mask in the layout that the kernels read, and returns its size. A block of rows reads only
     /// the tiles in which one of its tokens sees a key. The layout begins with the ends of the blocks' lists.
     /// The lists of all blocks follow. An item of a list is the number of a tile and, in the upper bits, its
@@ -185,7 +180,7 @@ mod tests {
     fn a_mask_lists_the_tiles_of_its_runs() {
         let runs = [vec![0..3, 200..201], vec![63..65, 5..5], vec![], vec![192..256, 1..2]];
         let mask = KeyMask::of(runs.iter().cloned());
-        assert_eq!((mask.n_tokens(), mask.end(), mask.n_tiles()), (4, 256, 3));
+        assert_eq!((mask.n_tokens(), mask.end(), mask.members.len()), (4, 256, 3));
         assert_eq!(mask.blind(), Some(2));
         assert_eq!(mask.numbers.iter().step_by(5).collect::<Vec<_>>(), [&0, &1, &3]);
         for (token, runs) in runs.iter().enumerate() {
@@ -207,6 +202,6 @@ mod tests {
         // A token may have rows in two blocks.
         assert_eq!(RowBlocks::of(4, 3, 4).tokens(1), 1..3);
         let none = KeyMask::of([vec![], vec![]].into_iter());
-        assert_eq!((none.n_tokens(), none.end(), none.n_tiles()), (2, 0, 0));
+        assert_eq!((none.n_tokens(), none.end(), none.members.len()), (2, 0, 0));
     }
 }

@@ -1,7 +1,5 @@
 //! Arguments of the kernels that normalize and blend rows.
 
-use std::ffi::c_void;
-
 use crate::step::launch::{int, or_null};
 use crate::step::plan::{Blend, Normalize};
 
@@ -49,10 +47,6 @@ impl NormWork {
             out_width: int(columns.map_or(inner, |columns| columns.width)),
         }
     }
-
-    pub(crate) fn argument(&self) -> *mut c_void {
-        std::ptr::from_ref(self).cast_mut().cast()
-    }
 }
 
 /// The argument of the kernel that blends rows.
@@ -76,9 +70,5 @@ impl BlendWork {
         let Blend { x, y, share, inner, out } = *blend;
         let inner = int(inner);
         Self { x: at(x), y: at(y), share: at(share), out: at(out), inner, unused: 0 }
-    }
-
-    pub(crate) fn argument(&self) -> *mut c_void {
-        std::ptr::from_ref(self).cast_mut().cast()
     }
 }

@@ -128,6 +128,28 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Returns a plan of one layer group without a mask, which returns nothing to the host.
+    pub fn new(
+        element: Element,
+        tokens: usize,
+        buffers: Vec<usize>,
+        launches: Vec<Launch>,
+    ) -> Self {
+        Self {
+            element,
+            tokens,
+            buffers,
+            launches,
+            masked: vec![false],
+            small_blocks: false,
+            given: Vec::new(),
+            logits: None,
+            tapped: Vec::new(),
+            overlap: true,
+            attention_blocks: None,
+        }
+    }
+
     /// Returns whether steps have a mask for a layer group.
     pub(crate) fn is_masked(&self, group: usize) -> bool {
         self.masked.get(group).copied().unwrap_or(false)
@@ -218,6 +240,25 @@ pub struct Product {
     pub heads: Option<Heads>,
     /// `[rows, outputs]`, or `[rows, n_q, head_dim]` for heads.
     pub out: Buffer,
+}
+
+impl Product {
+    /// Returns a product of all rows, without operations around it.
+    pub fn plain(x: Buffer, weight: Weight, inner: usize, outputs: usize, out: Buffer) -> Self {
+        Self {
+            x,
+            last_row: false,
+            weight,
+            inner,
+            outputs,
+            bias: None,
+            norm: None,
+            gate: None,
+            residual: None,
+            heads: None,
+            out,
+        }
+    }
 }
 
 /// An RMS norm.

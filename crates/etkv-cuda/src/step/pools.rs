@@ -1,7 +1,5 @@
 //! Pools in the kernels' layout, and the launch parameters of the kernel that places heads.
 
-use std::ffi::c_void;
-
 use etkv_core::KvFormat;
 
 use crate::step::device::Device;
@@ -43,12 +41,12 @@ impl Planes {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlaceWork {
-    pub(crate) x: u64,
+    x: u64,
     q_norm: u64,
     k_norm: u64,
     periods: u64,
-    pub(crate) out: u64,
-    pub(crate) step: u64,
+    out: u64,
+    step: u64,
     keys: Planes,
     values: Planes,
     q_eps: f32,
@@ -88,10 +86,6 @@ impl PlaceWork {
             dim: int(heads.head_dim),
             rotated: int(heads.rotated),
         }
-    }
-
-    pub(crate) fn argument(&self) -> *mut c_void {
-        std::ptr::from_ref(self).cast_mut().cast()
     }
 }
 

@@ -294,6 +294,7 @@ impl Work {
     /// Enqueues all launches of the plan on the stream.
     pub(crate) fn launch_all(&self, stream: &Stream, plan: &Plan) -> Result<()> {
         let overlap = plan.overlap && self.device.0.overlaps;
+        let by_token = [plan.tokens, 1, 1];
         for (number, launch) in plan.launches.iter().enumerate() {
             // The first launch must wait for the end of the copy before it.
             let overlaps = overlap && number > 0;
@@ -302,26 +303,19 @@ impl Work {
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
                     let work = self.attend_work(plan, attend, shape);
-                    let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
-                    let arguments = &mut [of(&work)];
-                    // SAFETY: the argument is that of the kernels, and the check of the plan has verified all
-                    // sizes.
-                    unsafe {
-                        let grid = shape.grid;
-                        launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
-                        let (grid, threads) = (shape.merging, shape.merge.threads());
-                        launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
-                    }
+                    let (block, merging) = ((ATTEND_THREADS, shape.bytes_shared), shape.merging);
+                    enqueue(stream, kernel, shape.grid, block, &work, overlaps)?;
+                    enqueue(stream, merge, merging, (shape.merge.threads(), 0), &work, overlap)?;
                 }
                 (Launch::Normalize(normalize), _) => {
                     let work = NormWork::of(normalize, |buffer| self.at(buffer));
                     let kernel = &self.rows()?.norm;
-                    self.rows_of(stream, plan, kernel, work.argument(), overlaps)?;
+                    enqueue(stream, kernel, by_token, (NORM_THREADS, 0), &work, overlaps)?;
                 }
                 (Launch::Blend(blend), _) => {
                     let work = BlendWork::of(blend, |buffer| self.at(buffer));
                     let kernel = &self.rows()?.blend;
-                    self.rows_of(stream, plan, kernel, work.argument(), overlaps)?;
+                    enqueue(stream, kernel, by_token, (NORM_THREADS, 0), &work, overlaps)?;
                 }
                 (Launch::PlaceHeads(place), _) => {
                     let Some(kernel) = self.place.get(&number) else {
@@ -331,12 +325,7 @@ impl Work {
                     let places = [self.at(place.x), self.at(place.out), step];
                     let work = PlaceWork::of(place, places);
                     let (grid, threads) = place_grid(plan, place);
-                    let arguments = &mut [work.argument()];
-                    // SAFETY: the argument is that of the kernel, and the check of the plan has verified all
-                    // sizes.
-                    unsafe {
-                        launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
-                    }
+                    enqueue(stream, kernel, grid, (threads, 0), &work, overlaps)?;
                 }
                 (Launch::Attend(_), None) => fail!(Plan, "attention has no kernel"),
             }
@@ -363,20 +352,6 @@ impl Work {
             Some(kernels) => Ok(kernels),
             None => fail!(Plan, "rows that are normalized or blended have no kernels"),
         }
-    }
-
-    /// Launches a kernel of rows, with a block for each token.
-    fn rows_of(
-        &self,
-        stream: &Stream,
-        plan: &Plan,
-        kernel: &Kernel,
-        argument: *mut c_void,
-        overlaps: bool,
-    ) -> Result<()> {
-        let (grid, arguments) = ([plan.tokens, 1, 1], &mut [argument]);
-        // SAFETY: the argument is that of the kernel, and the check of the plan has verified all sizes.
-        unsafe { launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps) }
     }
 
     /// Returns the kernels of a packed weight, which the plan must need.
@@ -466,12 +441,7 @@ impl Work {
             work.queries = int(heads.n_q);
             work.each = int(heads.n_kv);
         }
-        let grid = [shape.blocks, 1, 1];
-        let launch = |kernel: &Kernel, argument: *mut c_void| {
-            let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [argument]);
-            // SAFETY: the argument is that of the kernel, and the check of the plan has verified all sizes.
-            unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
-        };
+        let (grid, block) = ([shape.blocks, 1, 1], (shape.threads, shape.shared));
         match (product.weight, shape.kernel) {
             (Weight::Packed(packed), _) => {
                 let work = PackedWork {
@@ -481,14 +451,19 @@ impl Work {
                     group_shift: group_shift(&packed),
                     unused: 0,
                 };
-                launch(&self.packed(&packed)?.product, of(&work))
+                let kernel = &self.packed(&packed)?.product;
+                enqueue(stream, kernel, grid, block, &work, overlaps)
             }
             (Weight::Plain(_), ProductKernel::Row { team }) => {
                 work.team = int(team);
-                launch(&self.row, of(&work))
+                enqueue(stream, &self.row, grid, block, &work, overlaps)
             }
-            (Weight::Plain(_), ProductKernel::Few) => launch(&self.product, of(&work)),
-            (Weight::Plain(_), ProductKernel::Tiled) => launch(&self.tiled, of(&work)),
+            (Weight::Plain(_), ProductKernel::Few) => {
+                enqueue(stream, &self.product, grid, block, &work, overlaps)
+            }
+            (Weight::Plain(_), ProductKernel::Tiled) => {
+                enqueue(stream, &self.tiled, grid, block, &work, overlaps)
+            }
             (Weight::Plain(_), ProductKernel::Many { splits, .. }) => {
                 let Some(many) = &self.many else {
                     fail!(Plan, "products of many rows have no kernels");
@@ -518,12 +493,7 @@ impl Work {
                     (None, Some(_)) => &many.heads,
                     (None, None) => &many.plain,
                 };
-                let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
-                // SAFETY: the argument is that of the kernel, and the check of the plan has verified all
-                // sizes.
-                unsafe {
-                    launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)
-                }
+                enqueue(stream, kernel, grid, block, &work, overlaps)
             }
         }
     }
@@ -559,6 +529,21 @@ fn plain(pool: Pool) -> Result<u64> {
 /// Returns the base-2 logarithm of a packed weight's group size, which is a power of two.
 fn group_shift(packed: &PackedWeight) -> i32 {
     packed.group.trailing_zeros() as i32
+}
+
+/// Launches a kernel of one argument, which must be `argument`. `block` is the threads of a block and its bytes of
+/// dynamic shared memory.
+fn enqueue<T>(
+    stream: &Stream,
+    kernel: &Kernel,
+    grid: [usize; 3],
+    block: (usize, usize),
+    argument: &T,
+    overlaps: bool,
+) -> Result<()> {
+    let ((threads, shared), arguments) = (block, &mut [of(argument)]);
+    // SAFETY: the argument is that of the kernel, and the check of the plan has verified all sizes.
+    unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
 }
 
 /// Returns the address of an argument, for the driver.

@@ -5,38 +5,19 @@ use crate::step::plan::{Address, Buffer, Element, PackedRows, Pool, PoolRows};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
-fn plan(tokens: usize) -> Plan {
-    Plan {
-        element: Element::Bf16,
-        tokens,
-        buffers: Vec::new(),
-        launches: Vec::new(),
-        logits: None,
-        overlap: false,
-        given: Vec::new(),
-        tapped: Vec::new(),
-        attention_blocks: None,
-        masked: vec![false],
-        small_blocks: false,
-    }
+fn shape(tokens: usize, n_q: usize, n_kv: usize, head_dim: usize, pool: Pool) -> AttendShape {
+    let (q, out) = (Buffer(0), Buffer(1));
+    let (group, keys, values, scale) = (0, pool, pool, 1.0);
+    let attend = Attend { group, q, keys, values, n_q, n_kv, head_dim, scale, out };
+    let plan = Plan::new(Element::Bf16, tokens, Vec::new(), Vec::new());
+    AttendShape::of(&plan, &attend, H100).unwrap()
 }
 
 #[test]
 fn attention_is_divided_among_the_processors() {
-    let pool = |capacity| Pool { rows: PoolRows::Plain(Address(16)), capacity };
     let of = |tokens, n_q, n_kv, head_dim, capacity| {
-        let attend = Attend {
-            group: 0,
-            q: Buffer(0),
-            keys: pool(capacity),
-            values: pool(capacity),
-            n_q,
-            n_kv,
-            head_dim,
-            scale: 1.0,
-            out: Buffer(1),
-        };
-        AttendShape::of(&plan(tokens), &attend, H100).unwrap()
+        let rows = PoolRows::Plain(Address(16));
+        shape(tokens, n_q, n_kv, head_dim, Pool { rows, capacity })
     };
     let llama = of(1, 32, 8, 64, 8192);
     assert_eq!((llama.grid, llama.bytes_shared), ([49, 8, 1], 55_296));
@@ -68,21 +49,8 @@ fn packed_pools_share_what_is_unpacked() {
     let at = Address(16);
     let format = KvFormat::Affine { bits: 4, group: 64 };
     let rows = PackedRows { format, codes: at, scales: at, offsets: Some(at) };
-    let of = |tokens, head_dim| {
-        let pool = Pool { rows: PoolRows::Packed(rows), capacity: 32_768 };
-        let attend = Attend {
-            group: 0,
-            q: Buffer(0),
-            keys: pool,
-            values: pool,
-            n_q: 32,
-            n_kv: 8,
-            head_dim,
-            scale: 1.0,
-            out: Buffer(1),
-        };
-        AttendShape::of(&plan(tokens), &attend, H100).unwrap()
-    };
+    let pool = Pool { rows: PoolRows::Packed(rows), capacity: 32_768 };
+    let of = |tokens, head_dim| shape(tokens, 32, 8, head_dim, pool);
     let tiles = |shape: &AttendShape| match shape.source {
         Source::AttendPacked { row_tiles, blocks, stages, .. } => (row_tiles, blocks, stages),
         other => panic!("{other:?}"),

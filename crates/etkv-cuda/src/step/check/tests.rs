@@ -7,70 +7,49 @@ use etkv_core::KvFormat;
 fn plan() -> Plan {
     let pool = |address| Pool { rows: PoolRows::Plain(Address(address)), capacity: 100 };
     let (keys, values) = (pool(1 << 20), pool(2 << 20));
+    let weight = Address(4096);
     let product = Product {
-        x: Buffer(0),
-        last_row: false,
-        weight: Weight::Plain(Address(4096)),
-        inner: 256,
-        outputs: 768,
-        bias: None,
-        norm: Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-5 }),
-        gate: None,
-        residual: None,
-        heads: None,
-        out: Buffer(1),
+        norm: Some(Norm { weight: Some(weight), wide: false, eps: 1e-5 }),
+        ..Product::plain(Buffer(0), Weight::Plain(weight), 256, 768, Buffer(1))
     };
     let heads =
         Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, rotated: 64, keys, values };
-    Plan {
-        element: Element::Bf16,
-        tokens: 4,
-        buffers: vec![4 * 256, 4 * 512, 4 * 512, 1000],
-        launches: vec![
-            Launch::Embed(Embed {
-                table: Weight::Plain(Address(4096)),
-                scale: None,
-                vocabulary: 1000,
-                inner: 256,
-                out: Buffer(0),
-            }),
-            Launch::Product(Product { heads: Some(heads), ..product }),
-            Launch::Attend(Attend {
-                group: 0,
-                q: Buffer(1),
-                keys,
-                values,
-                n_q: 8,
-                n_kv: 2,
-                head_dim: 64,
-                scale: 0.125,
-                out: Buffer(2),
-            }),
-            Launch::Product(Product {
-                x: Buffer(2),
-                inner: 512,
-                outputs: 256,
-                norm: None,
-                residual: Some(Buffer(0)),
-                out: Buffer(0),
-                ..product
-            }),
-            Launch::Product(Product { last_row: true, outputs: 1000, out: Buffer(3), ..product }),
-        ],
-        logits: Some(Logits {
-            buffer: Buffer(3),
-            rows: 1,
+    let launches = vec![
+        Launch::Embed(Embed {
+            table: Weight::Plain(weight),
+            scale: None,
             vocabulary: 1000,
-            copied: CopiedRows::All,
-            chosen: true,
+            inner: 256,
+            out: Buffer(0),
         }),
-        overlap: true,
-        given: Vec::new(),
-        tapped: Vec::new(),
-        attention_blocks: None,
-        masked: vec![false],
-        small_blocks: false,
+        Launch::Product(Product { heads: Some(heads), ..product }),
+        Launch::Attend(Attend {
+            group: 0,
+            q: Buffer(1),
+            keys,
+            values,
+            n_q: 8,
+            n_kv: 2,
+            head_dim: 64,
+            scale: 0.125,
+            out: Buffer(2),
+        }),
+        Launch::Product(Product {
+            residual: Some(Buffer(0)),
+            ..Product::plain(Buffer(2), Weight::Plain(weight), 512, 256, Buffer(0))
+        }),
+        Launch::Product(Product { last_row: true, outputs: 1000, out: Buffer(3), ..product }),
+    ];
+    let (buffer, copied) = (Buffer(3), CopiedRows::All);
+    Plan {
+        logits: Some(Logits { buffer, rows: 1, vocabulary: 1000, copied, chosen: true }),
+        ..Plan::new(Element::Bf16, 4, vec![4 * 256, 4 * 512, 4 * 512, 1000], launches)
     }
+}
+
+/// Returns the error of a plan, or an empty text.
+fn told(plan: &Plan) -> String {
+    check(plan).err().map_or_else(String::new, |error| error.to_string())
 }
 
 /// Returns the error of a plan after `change`.
@@ -152,10 +131,7 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
         change(&mut packed);
         let mut plan = plan();
         product(&mut plan, 3).weight = Weight::Packed(packed);
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     assert_eq!(with(|_| ()), "");
     assert_eq!(with(|packed| (packed.bits, packed.group) = (8, 128)), "");
@@ -187,10 +163,7 @@ fn packed_pools_that_kernels_do_not_take_are_refused() {
     let with = |rows: PackedRows| {
         let mut plan = plan();
         attend(&mut plan).keys.rows = PoolRows::Packed(rows);
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     let affine = |bits, group| packed_rows(KvFormat::Affine { bits, group });
     assert_eq!(with(affine(4, 64)), "");
@@ -224,10 +197,7 @@ fn heads_that_cannot_be_placed_are_refused() {
         let mut place = PlaceHeads { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
         change(&mut place);
         plan.launches.insert(2, Launch::PlaceHeads(place));
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     assert_eq!(refused(|_| ()), "");
     assert!(refused(|place| place.heads.n_kv = 3).contains("8 heads, expected a multiple of 3"));
@@ -259,10 +229,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         // After the embeddings.
         let first = plan.launches.len() - 4;
         plan.launches.insert(first, Launch::Normalize(normalize));
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     assert_eq!(refused(|_, _| ()), "");
     // The residual may be in the buffer of the result, if an earlier launch has written it.
@@ -280,19 +247,13 @@ fn rows_that_cannot_be_normalized_are_refused() {
     assert!(refused(|_, rows| rows.x = Buffer(4)).contains("buffer 4 is read before"));
     assert!(refused(|_, rows| rows.out = Buffer(0)).contains("over the rows that are normalized"));
     for over in [|rows: &Normalize| rows.x, |rows: &Normalize| rows.out] {
-        let mut rows = Normalize {
-            x: Buffer(0),
-            inner: 8,
-            norm: Norm { weight: None, wide: false, eps: 0.0 },
-            residual: None,
-            out: Buffer(1),
-            columns: None,
-            next: None,
-        };
-        rows.next = Some((rows.norm, over(&rows)));
+        let norm = Norm { weight: None, wide: false, eps: 0.0 };
+        let (x, inner, residual, out, columns) = (Buffer(0), 8, None, Buffer(1), None);
+        let mut rows = Normalize { x, inner, norm, residual, out, columns, next: None };
+        rows.next = Some((norm, over(&rows)));
         let mut plan = plan();
         plan.launches.insert(1, Launch::Normalize(rows));
-        assert!(check(&plan).unwrap_err().to_string().contains("over the rows"));
+        assert!(told(&plan).contains("over the rows"));
     }
     assert!(refused(|plan, _| {
         if let Launch::Embed(embed) = &mut plan.launches[0] {
@@ -348,10 +309,7 @@ fn rows_that_the_host_cannot_fill_or_get_are_refused() {
         let buffers = |all: &[usize]| all.iter().map(|&index| Buffer(index)).collect();
         (plan.given, plan.tapped) = (buffers(given), buffers(tapped));
         change(&mut plan);
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     let same = |_: &mut Plan| {};
     assert_eq!(refused(&[4, 5], &[0, 1], same), "");
@@ -390,10 +348,7 @@ fn columns_and_blends_that_do_not_fit_are_refused() {
         let mut blend = Blend { x, y, share, inner: 256, out };
         change(&mut normalize, &mut blend);
         plan.launches.splice(1..1, [Launch::Normalize(normalize), Launch::Blend(blend)]);
-        match check(&plan) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        }
+        told(&plan)
     };
     assert_eq!(refused(|_, _| ()), "");
     assert_eq!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 512 })), "");

@@ -1,6 +1,11 @@
 use super::*;
 use crate::Error;
 
+/// Returns the message of an error, or an empty text.
+fn told(result: Result<()>) -> String {
+    result.err().map_or_else(String::new, |error| error.to_string())
+}
+
 #[test]
 fn steps_that_do_not_fit_are_refused() {
     let refused = |ids: &[i32], slots: &[i32], n_keys| {
@@ -53,10 +58,7 @@ fn steps_are_told_for_each_group() {
     let (ids, positions) = (&[7, 8][..], &[8, 9][..]);
     let full = StepInputs { ids, positions, slots: &[8, 9], n_keys: 10, mask: None };
     let window = StepInputs { slots: &[3, 0], n_keys: 4, mask: Some(&mask), ..full };
-    let told = |steps: &[StepInputs]| match check_steps(steps, 2, groups.into_iter()) {
-        Ok(()) => String::new(),
-        Err(error) => error.to_string(),
-    };
+    let told = |steps: &[StepInputs]| told(check_steps(steps, 2, groups.into_iter()));
     assert_eq!(told(&[full, window]), "");
     assert!(told(&[full]).contains("a step of 1 groups, expected 2"));
     assert!(told(&[window, full]).contains("group 0: a mask, expected none"));
@@ -72,10 +74,7 @@ fn given_rows_that_do_not_fit_are_refused() {
     let step =
         StepInputs { ids: &[1, 2], positions: &[0, 1], slots: &[0, 1], n_keys: 2, mask: None };
     let told =
-        |given: &[&[u8]], rows: &[usize]| match check_given(&[step], given, rows.iter().copied()) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        };
+        |given: &[&[u8]], rows: &[usize]| told(check_given(&[step], given, rows.iter().copied()));
     assert_eq!(told(&[], &[]), "");
     assert_eq!(told(&[&[0; 32], &[0; 4]], &[16, 2]), "");
     assert!(told(&[&[0; 32]], &[16, 2]).contains("rows of 1 buffers, expected 2"));

@@ -4,35 +4,13 @@ use crate::step::plan::{Buffer, Element, Gate, Norm, PackedWeight};
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
 fn plan(tokens: usize) -> Plan {
-    Plan {
-        element: Element::Bf16,
-        tokens,
-        buffers: Vec::new(),
-        launches: Vec::new(),
-        logits: None,
-        overlap: false,
-        given: Vec::new(),
-        tapped: Vec::new(),
-        attention_blocks: None,
-        masked: vec![false],
-        small_blocks: false,
-    }
+    Plan::new(Element::Bf16, tokens, Vec::new(), Vec::new())
 }
 
 fn product(inner: usize, outputs: usize) -> Product {
-    Product {
-        x: Buffer(0),
-        last_row: false,
-        weight: Weight::Plain(Address(16)),
-        inner,
-        outputs,
-        bias: None,
-        norm: Some(Norm { weight: None, wide: false, eps: 0.0 }),
-        gate: None,
-        residual: None,
-        heads: None,
-        out: Buffer(1),
-    }
+    let weight = Weight::Plain(Address(16));
+    let norm = Some(Norm { weight: None, wide: false, eps: 0.0 });
+    Product { norm, ..Product::plain(Buffer(0), weight, inner, outputs, Buffer(1)) }
 }
 
 #[test]
