@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etkv import CacheConfig, DecodeSession, Program, SeqSession, Session, TreeSession, _mlx_serialization, load, op
-from etkv.errors import EtkvError, StatusError
-from step_programs import Call, Operation, Outcome, Step, answers, declare, one_thread, step_rows
+import mlx_programs
+import step_programs
+from etkv import CacheConfig, DecodeSession, SeqSession, Session, TreeSession, load, op
+from step_programs import Operation, Outcome, Step, all_rows
 
 SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (DecodeSession, SeqSession, TreeSession)}
 
@@ -54,62 +55,28 @@ def export(
     shared: bool = False,
 ) -> Path:
     """Write the program for caches of ``config``, with ``group`` query heads for each KV head, to ``path``."""
-    _mlx_serialization.ensure_available()
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
-
     example = Step(positions=list(range(3)), owners=None, seed=0)
-    rows = [row for layer in range(len(config.layers)) for row in step_rows(config, example, layer, group)]
+    rows = all_rows(config, example, group)
     tokens = torch.export.Dim("tokens", min=1, max=most_tokens)
-    traced = torch.export.export(
-        Attention(config, out_dtype, shared),
-        (torch.arange(3), rows),
-        dynamic_shapes=({0: tokens}, [{2: tokens}] * len(rows)),
-        strict=True,
-    )
-    program = exir.to_edge_transform_and_lower(
-        traced,
-        partitioner=[MLXPartitioner()],
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-    ).to_executorch()
-    path.write_bytes(program.buffer)
-    return path
+    dynamic = ({0: tokens}, [{2: tokens}] * len(rows))
+    model = Attention(config, out_dtype, shared)
+    return mlx_programs.write(model, (torch.arange(3), rows), path, dynamic_shapes=dynamic, strict=True)
 
 
 def run(operations: list[Operation], kind: str, config: CacheConfig, path: Path, group: int = 2) -> list[Outcome]:
     """Return the outcomes of the operations on a native session."""
-    with SESSIONS[kind](config) as session, load(path, session) as program, one_thread():
-        return [_outcome(operation.action, session, program, group) for operation in operations]
+    with SESSIONS[kind](config) as session, load(path, session) as program:
+        return step_programs.run(operations, session, lambda positions, rows: program.execute(positions, *rows), group)
 
 
-def _outcome(action: Call | Step, session: Session, program: Program, group: int) -> Outcome:
-    outputs, refused, message = [], None, ""
-    try:
-        if isinstance(action, Call):
-            getattr(session, action.name)(*action.arguments)
-        else:
-            declare(session, action)
-            rows = [
-                row
-                for layer in range(len(session.config.layers))
-                for row in step_rows(session.config, action, layer, group)
-            ]
-            outputs = program.execute(torch.tensor(action.positions), *rows)
-    except EtkvError as error:
-        refused, message = int(getattr(error, "status", -1)), str(error)
-    return Outcome(refused, message, outputs, answers(session))
+def run_in_torch(operations: list[Operation], cache: Any, group: int = 2, shared: bool = False) -> list[Outcome]:
+    """Return the outcomes of the operations on a reference cache, with the model in PyTorch."""
+    model = Attention(cache.config, torch.float32, shared)
 
+    def forward(positions: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        # The end of the block rolls back an unfinished forward.
+        with op.active(cache):
+            attended: list[Tensor] = model(positions, rows)
+            return attended
 
-def in_torch(action: Call | Step, cache: Any, model: Attention, group: int = 2) -> tuple[list[Tensor], int | None]:
-    """Return the outputs of the model in PyTorch on a reference cache, and the status of a refusal or None."""
-    try:
-        if isinstance(action, Call):
-            getattr(cache, action.name)(*action.arguments)
-            return [], None
-        declare(cache, action)
-        layers = range(len(cache.config.layers))
-        rows = [row for layer in layers for row in step_rows(cache.config, action, layer, group)]
-        with op.active(cache), one_thread():
-            return model(torch.tensor(action.positions), rows), None
-    except StatusError as error:
-        return [], int(error.status)
+    return step_programs.run(operations, cache, forward, group)

@@ -1,4 +1,4 @@
-"""Random programs of cache operations, and a function that applies one to a cache.
+"""Random programs of cache operations, and what a cache answers after each of them.
 
 A *program* is a list of :class:`Operation`. An operation is an *action*, and the status of its refusal, or None. There
 are two kinds of actions:
@@ -21,8 +21,7 @@ after a refused step may use its declaration again.
 the cache's lengths it derives valid operations, and the cache decides whether an operation is refused. :func:`run`
 applies a program to a cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs
 of every layer, and the answers of the cache afterwards. Two caches agree if their outcomes have equal ``refused``,
-equal ``answers`` and close ``outputs``. If the cache belongs to a program that runs all layers at once, use
-:func:`declare`, :func:`step_rows` and :func:`answers` instead of :func:`run`.
+equal ``answers`` and close ``outputs``.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ __all__ = [
     "Operation",
     "Outcome",
     "Step",
+    "all_rows",
     "answers",
     "declare",
     "generate",
@@ -54,8 +54,9 @@ __all__ = [
     "step_rows",
 ]
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
-"""A function of layer, queries, keys, values and positions that returns the attention ``[1, n_heads, T, v_head_dim]``.
+Forward = Callable[[Tensor, list[Tensor]], list[Tensor]]
+"""A function of the positions and of the queries, keys and values of every layer that returns the attention of every
+layer, ``[1, n_heads, T, v_head_dim]``.
 """
 
 
@@ -81,28 +82,26 @@ def generate(kind: str, config: CacheConfig, seed: int, n_operations: int, most_
     return step_generator.Generator(kind, config, seed, most_tokens).program(n_operations)
 
 
-def run(program: Sequence[Operation], cache: Any, attend: Attend, group: int = 2) -> list[Outcome]:
+def run(program: Sequence[Operation], cache: Any, forward: Forward, group: int = 2) -> list[Outcome]:
     """Apply a program to ``cache``, which has a ``config`` and the methods of its kind.
 
-    A step calls ``attend`` once for each layer, in order. ``attend`` raises an :class:`EtkvError` with a ``status`` to
-    refuse the step, and later layers are then not called. There are ``group`` query heads for each KV head.
+    A step calls ``forward``, which raises an :class:`EtkvError` with a ``status`` to refuse the step. There are
+    ``group`` query heads for each KV head.
     """
     with one_thread():
-        return [_outcome(operation.action, cache, attend, group) for operation in program]
+        return [_outcome(operation.action, cache, forward, group) for operation in program]
 
 
-def _outcome(action: Call | Step, cache: Any, attend: Attend, group: int) -> Outcome:
+def _outcome(action: Call | Step, cache: Any, forward: Forward, group: int) -> Outcome:
     outputs, refused, message = [], None, ""
     try:
         if isinstance(action, Call):
             getattr(cache, action.name)(*action.arguments)
         else:
             declare(cache, action)
-            for layer in range(len(cache.config.layers)):
-                rows = step_rows(cache.config, action, layer, group)
-                outputs.append(attend(layer, *rows, action.positions))
+            outputs = forward(torch.tensor(action.positions), all_rows(cache.config, action, group))
     except EtkvError as error:
-        refused, message, outputs = int(error.status), str(error), []
+        refused, message = int(getattr(error, "status", -1)), str(error)
     return Outcome(refused, message, outputs, answers(cache))
 
 
@@ -143,6 +142,11 @@ def step_rows(
         normal(facts.n_kv_heads, facts.value_dim),
     )
     return query, key, key[..., : facts.value_dim].clone() if facts.values_in_keys else value
+
+
+def all_rows(config: CacheConfig, step: Step, group: int = 2) -> list[Tensor]:
+    """Return a step's queries, keys and values for every layer."""
+    return [rows for layer in range(len(config.layers)) for rows in step_rows(config, step, layer, group)]
 
 
 def answers(cache: Any) -> dict[str, Any]:

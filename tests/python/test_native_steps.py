@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import op_program
 import step_programs
-from etkv import CacheConfig, LayerConfig, Status, StatusError, load, op
+from etkv import CacheConfig, LayerConfig, Status, StatusError, load
 from etkv.reference import make_cache
 
 SEEDS = int(os.environ.get("ETKV_STEP_SEEDS", "1"))
@@ -60,28 +61,33 @@ def config(layout: str, **changes) -> CacheConfig:
     return CacheConfig(**{"layers": LAYOUTS[layout], **SIZES[layout], **changes})
 
 
-def compare(kind: str, layout: str, settings: CacheConfig, path, seed: int, native: CacheConfig | None = None) -> None:
-    """Compare a native cache of ``native``, or of ``settings`` if None, with a reference cache of ``settings``."""
+def compare(
+    kind: str,
+    layout: str,
+    settings: CacheConfig,
+    path: Path,
+    seed: int,
+    *,
+    native: CacheConfig | None = None,
+    shared: bool = False,
+) -> int:
+    """Compare a native cache of ``native``, or of ``settings`` if None, with a reference cache of ``settings``. Return
+    the number of steps that ran.
+
+    ``shared`` is that of the program: see :class:`op_program.Attention`.
+    """
     operations = step_programs.generate(kind, settings, seed, OPERATIONS[layout])
-    cache = make_cache(kind, settings)
-
-    def attend(layer, q, k, v, positions):
-        scale = settings.layers[layer].k_head_dim ** -0.5
-        with op.active(cache):
-            return op.update_and_attend(q, k, v, torch.tensor(positions), layer, scale, torch.float32)
-
-    # The end of a block rolls back an unfinished forward, so one block encloses all layers.
-    with op.active(cache):
-        expected = step_programs.run(operations, cache, attend, GROUP)
+    expected = op_program.run_in_torch(operations, make_cache(kind, settings), GROUP, shared)
     found = op_program.run(operations, kind, native or settings, path, GROUP)
     for index, (operation, ours, theirs) in enumerate(zip(operations, expected, found, strict=True)):
         place = f"seed {seed}, operation {index}, {operation}"
         assert theirs.refused == ours.refused, f"{place}: {theirs.message or '-'} / {ours.message or '-'}"
         assert theirs.answers == ours.answers, place
-        for layer, (got, wanted) in enumerate(zip(theirs.outputs, ours.outputs, strict=True)):
+        for call, (got, wanted) in enumerate(zip(theirs.outputs, ours.outputs, strict=True)):
             worst = (got - wanted).abs().max().item()
-            assert worst < TOLERANCE, f"{place}, layer {layer}: {worst}"
+            assert worst < TOLERANCE, f"{place}, call {call}: {worst}"
     assert (slides(operations, expected) > 0) == (layout == "windows"), f"seed {seed}"
+    return sum(bool(outcome.outputs) for outcome in found)
 
 
 def slides(operations: list[step_programs.Operation], outcomes: list[step_programs.Outcome]) -> int:
@@ -153,21 +159,8 @@ def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
     """Two calls with one layer id: the second attends to the rows of the first, as in PyTorch."""
     settings = config(layout, k_format="f16", v_format="affine8g32")
     path = op_program.export(settings, tmp_path / "shared.pte", group=GROUP, shared=True)
-    model = op_program.Attention(settings, torch.float32, shared=True)
     for seed in range(SEEDS):
-        operations = step_programs.generate(kind, settings, 300_000 + seed, OPERATIONS[layout])
-        cache = make_cache(kind, settings)
-        found = op_program.run(operations, kind, settings, path, GROUP)
-        n_steps = 0
-        for index, (operation, theirs) in enumerate(zip(operations, found, strict=True)):
-            place = f"seed {seed}, operation {index}, {operation}"
-            outputs, refused = op_program.in_torch(operation.action, cache, model, GROUP)
-            assert theirs.refused == refused, f"{place}: {theirs.message or '-'}"
-            assert theirs.answers == step_programs.answers(cache), place
-            for call, (got, wanted) in enumerate(zip(theirs.outputs, outputs, strict=True)):
-                worst = (got - wanted).abs().max().item()
-                assert worst < TOLERANCE, f"{place}, call {call}: {worst}"
-            n_steps += bool(outputs)
+        n_steps = compare(kind, layout, settings, path, 300_000 + seed, shared=True)
         assert n_steps > OPERATIONS[layout] // 4
 
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+import op_program
 import step_programs
-from etkv import op
 from etkv.config import CacheConfig, LayerConfig
 from etkv.reference import KINDS, ReferenceCache, make_cache
 from etkv.reference.formats import format_of
 from step_programs import Call, Operation, Step
 
-SCALE = 0.3
 GROUP = 2
 
 
@@ -139,7 +138,7 @@ def attention(q: np.ndarray, text: list[Token], layer: int, facts: LayerConfig, 
         keys, values = (np.array([pair[which][head // GROUP] for pair in rows], dtype=np.float64) for which in (0, 1))
         if facts.values_in_keys:
             values = keys[:, : facts.value_dim]
-        scores = SCALE * keys @ query.astype(np.float64)
+        scores = facts.k_head_dim**-0.5 * keys @ query.astype(np.float64)
         weights = np.exp(scores - scores.max())
         out.append(weights @ values / weights.sum())
     return np.array(out)
@@ -161,15 +160,10 @@ def check(kind: str, config: CacheConfig, program: list[Operation], cache: Refer
     """Apply a program to a cache with the op, and compare all outputs and answers. Return the number of committed
     steps.
     """
-
-    def attend(layer, q, k, v, positions):
-        return op.update_and_attend(q, k, v, torch.tensor(positions), layer, SCALE, torch.float32)
-
     texts, n_steps = Texts(), 0
     formats = cache.formats
     before = step_programs.answers(cache)
-    with op.active(cache):
-        outcomes = step_programs.run(program, cache, attend, GROUP)
+    outcomes = op_program.run_in_torch(program, cache, GROUP)
     for operation, outcome in zip(program, outcomes, strict=True):
         action = operation.action
         assert outcome.refused == operation.refused, (operation, outcome.message)

@@ -185,21 +185,16 @@ REFUSED = [
     ("contiguous", SLIDING, at(40), lambda c: c.rewind(36), POSITION, f"36: {DROPPED}; .* at 0, or at 37 or later"),
     ("contiguous", SLIDING, at(40), lambda c: c.rewind(1), POSITION, f"1: {DROPPED}; .* at 0, or at 37 or later"),
     ("contiguous", SLIDING, at(40), lambda c: forward(c, [36]), POSITION, f"36: {DROPPED}; .* or at 37 or later"),
-    (
-        "contiguous",
-        SLIDING,
-        at(40),
-        lambda c: forward(c, range(40, 43)),
-        CAPACITY,
-        "step of 3 tokens is too long: .* max_step_tokens, 2",
-    ),
-    (
-        "seq",
-        SLIDING,
-        at(40),
-        lambda c: forward(c, range(40, 43)),
-        CAPACITY,
-        "step of 3 tokens is too long: .* max_step_tokens, 2",
+    *(
+        (
+            kind,
+            SLIDING,
+            at(40),
+            lambda c: forward(c, range(40, 43)),
+            CAPACITY,
+            "3 tokens is too long: .* max_step_tokens, 2",
+        )
+        for kind in ("contiguous", "seq")
     ),
     ("seq", SLIDING, at(40), lambda c: c.seq_cp(0, 1, 0, 20), POSITION, f"20: {DROPPED}; .* at 0, or at 23 or later"),
     ("seq", SLIDING, at(40), lambda c: c.seq_rm(0, 20), POSITION, f"20: {DROPPED}; .* at 0, or at 37 or later"),
@@ -384,21 +379,6 @@ def test_an_aborted_implicit_rewind_keeps_the_positions():
     assert torch.equal(after[:, :, :6], before)
 
 
-# ---- Windows -------------------------------------------------------------
-
-
-def test_windows_drop_the_positions_that_a_native_cache_drops():
-    """The native window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for
-    another step. When more than 8 are used, the sink and the last 5 stay. A query must be at least 3 after the first of
-    these 5.
-    """
-    cache, found = ContiguousCache(SLIDING), []
-    for at in range(20):
-        forward(cache, [at])
-        found.append(cache.rewindable_to())
-    assert found == [0] * 8 + [7] * 3 + [10] * 3 + [13] * 3 + [16] * 3
-
-
 # ---- Several sequences, and trees ----------------------------------------
 
 
@@ -420,12 +400,6 @@ def test_a_declaration_holds_until_a_step_commits():
     assert cache.seq_positions(5) == [range(0, 4)]
 
 
-def test_forks_go_on_after_dropped_positions():
-    cache = grown(SeqCache(SLIDING), 40)
-    cache.seq_cp(0, 1)
-    assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, 37)
-
-
 def test_windows_of_a_sequence_drop_nothing_before_its_tree_ends():
     cache = grown(TreeCache(SLIDING), 6)
     cache.seq_cp(0, 1)
@@ -438,22 +412,6 @@ def test_windows_of_a_sequence_drop_nothing_before_its_tree_ends():
     assert cache.seq_rewindable_to(1) == 0
     cache.commit([], 1)
     assert cache.seq_rewindable_to(1) == 9
-
-
-def test_a_sequence_goes_on_after_its_last():
-    cache = SeqCache(ONE)
-    last_three(cache)
-    assert (cache.seq_len(0), cache.seq_next(0), cache.seq_rewindable_to(0)) == (3, 8, 6)
-    assert cache.seq_positions(0) == [range(5, 8)]
-    cache.seq_rm(0)
-    assert cache.seq_next(0) == 0
-
-
-def test_a_sequence_joins_another_where_it_has_no_positions():
-    cache = SeqCache(ONE)
-    two_sequences(cache)
-    cache.seq_cp(0, 1, 1)
-    assert cache.seq_positions(1) == [range(0, 2)]
 
 
 def test_values_that_are_not_finite_do_not_reach_others():
@@ -486,37 +444,6 @@ def test_all_elements_of_keys_with_values_are_finite():
     assert_refused(cache, partial(cache.update_and_fetch, 0, k, v, [0]), Status.INVALID_ARGUMENT, "not finite as f16")
 
 
-def test_one_frontier_after_another():
-    cache = TreeCache(ONE)
-    frontier(cache)
-    cache.begin_step([0, 0, 0])
-    [(_, _, mask)] = forward(cache, [2, 3, 2])
-    assert mask.tolist() == [
-        [True, True, True, False, False],
-        [True, True, True, True, False],
-        [True, True, False, False, True],
-    ]
-    cache.propose([2, 1])
-    [(_, _, mask)] = forward(cache, [3, 4])
-    assert mask.tolist() == [[True, True, False, False, True, True, False], [True] * 4 + [False, False, True]]
-    cache.commit([0, 1, 4])
-    assert (cache.seq_next(0), cache.length, cache.tree_len()) == (5, 5, 0)
-
-
-def test_a_tree_without_a_sequence_is_one_of_the_sequences():
-    cache = TreeCache(ONE)
-    cache.propose([-1, -1], 3)
-    cache.commit([], 3)
-    cache.propose([-1, -1, -1], 9)
-    assert cache.sequences() == [9]
-    cache.begin_step([9, 9, 9])
-    forward(cache, [0, 0, 0])
-    cache.begin_step([7])
-    cache.commit([1], 9)
-    forward(cache, [0])  # a commit leaves the declaration
-    assert cache.sequences() == [7, 9]
-
-
 def test_a_tree_may_be_a_long_chain():
     cache = TreeCache(CacheConfig(ONE.layers, 2048, k_format="f32", v_format="f32"))
     cache.propose(range(-1, 1500))
@@ -525,41 +452,6 @@ def test_a_tree_may_be_a_long_chain():
 
 
 # ---- Changes of formats --------------------------------------------------
-
-
-def test_rows_are_quantized_from_the_start_on():
-    config = CacheConfig(
-        [LayerConfig(1, 32)],
-        40,
-        k_format="mxfp4",
-        v_format="affine2g32",
-        max_step_tokens=3,
-        quantized_kv_start=6,
-        float_format="f32",
-    )
-    cache = TreeCache(config)
-    written = [rows(config, 0, 1, seed=at) for at in range(8)]
-    for at in range(5):
-        cache.update_and_fetch(0, *written[at], [at])
-    cache.propose([-1, -1])
-    k, v = (torch.cat(pair, dim=2) for pair in zip(written[5], written[5], strict=True))
-    cache.update_and_fetch(0, k, v, [5, 5])
-    assert cache.formats == ("f32", "f32"), "candidates do not count"
-    cache.commit([1])
-    assert cache.formats == ("mxfp4", "affine2g32")
-    k, v, _ = cache.update_and_fetch(0, *written[6], [6])
-    for found, name, which in ((k, "mxfp4", 0), (v, "affine2g32", 1)):
-        raw = torch.cat([pair[which] for pair in written[:7]], dim=2)
-        assert torch.equal(found, format_of(name).stored(raw))
-    cache.clear()
-    assert cache.formats == ("f32", "f32")
-
-
-def test_quantization_begins_in_the_step_that_reaches_its_start():
-    cache = grown(ContiguousCache(LATER), 5)
-    forward(cache, range(5, 8))
-    assert cache.formats == ("row-int4", "row-int4")
-    forward(cache, range(8, 20))
 
 
 def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
