@@ -65,9 +65,10 @@ def etkv() -> Path:
     if sys.platform == "linux" and blas.is_file():
         # libetkv_blas replaces MLX's matrix products, so it is loaded before MLX. It needs OpenBLAS to be loaded
         # already. Without OpenBLAS, MLX's own products run.
-        openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
-        if openblas is not None:
-            _load(openblas)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            openblas = _installed("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
+            if openblas.is_file():
+                _load(openblas)
         _load(blas)
     _load(mlx)
     library = folder() / f"libetkv{_SUFFIX}"
@@ -174,14 +175,6 @@ def _require(package: str, version: str, install: str) -> None:
 
 def _installed(package: str, file: str) -> Path:
     return Path(str(importlib.metadata.distribution(package).locate_file(file)))
-
-
-def _optional(package: str, file: str) -> Path | None:
-    try:
-        path = _installed(package, file)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return path if path.is_file() else None
 
 
 def _load(library: Path) -> None:

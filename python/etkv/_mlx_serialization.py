@@ -12,6 +12,7 @@ shared, and its package manager does not track extra files.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.abc
@@ -23,7 +24,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -135,15 +136,15 @@ def _generated_folder(wheel: Path) -> Path:
             return folder
         with contextlib.suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
-            with _scratch(root, name) as scratch:
-                _generate(wheel, flatc, scratch)
-                _publish(scratch, folder)
+            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root, ignore_cleanup_errors=True) as scratch:
+                _generate(wheel, flatc, Path(scratch))
+                _publish(Path(scratch), folder)
             return folder
     # Without a writable cache, use a private folder for this process. In a shared temporary folder with a predictable
     # name, another user could place code.
     folder = Path(tempfile.mkdtemp(prefix="etkv-"))
     _generate(wheel, flatc, folder)
-    _remove_at_exit(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
@@ -175,15 +176,6 @@ def _digest(wheel: Path, flatc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _scratch(root: Path, name: str) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _publish(scratch: Path, folder: Path) -> None:
     """Rename a finished folder to ``folder``. If another process was first, its equal folder stays."""
     try:
@@ -191,12 +183,6 @@ def _publish(scratch: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():
             raise
-
-
-def _remove_at_exit(folder: Path) -> None:
-    import atexit
-
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _generate(wheel: Path, flatc: Path, out: Path) -> None:

@@ -549,32 +549,25 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
     layers = ffi.new("etkv_layer_config[]", max(1, len(config.layers)))
     for raw, layer in zip(layers, config.layers, strict=False):
         raw.struct_size = ffi.sizeof("etkv_layer_config")
-        raw.n_kv_heads = int32(layer.n_kv_heads, "n_kv_heads")
-        raw.k_head_dim = int32(layer.k_head_dim, "k_head_dim")
-        raw.v_head_dim = int32(layer.v_head_dim or 0, "v_head_dim")
-        raw.window = int32(layer.window, "window")
-        raw.sinks = int32(layer.sinks, "sinks")
+        for size in ("n_kv_heads", "k_head_dim", "v_head_dim", "window", "sinks", "chunk"):
+            setattr(raw, size, int32(getattr(layer, size) or 0, size))
         raw.dtype = 0 if layer.dtype is None else 1 + DTYPES.index(layer.dtype)
         raw.values_in_keys = int(layer.values_in_keys)
-        raw.chunk = int32(layer.chunk, "chunk")
     recurrent_layers = _raw_recurrent_layers(config.recurrent_layers)
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
     formats = {field: getattr(config, field) for field in ("k_format", "v_format", "float_format")}
     names = {field: ffi.new("char[]", encoded(name, field)) for field, name in formats.items() if name is not None}
+    sizes = ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start", "anchors")
     raw = struct(
         "etkv_cache_config",
         layers=layers,
         n_layers=len(config.layers),
-        capacity=int32(config.capacity, "capacity"),
-        max_step_tokens=int32(config.max_step_tokens, "max_step_tokens"),
         growth=GROWTHS.index(config.growth),
-        min_chunk=int32(config.min_chunk, "min_chunk"),
-        quantized_kv_start=int32(config.quantized_kv_start, "quantized_kv_start"),
         recurrent_layers=recurrent_layers,
         n_recurrent_layers=len(config.recurrent_layers),
-        anchors=int32(config.anchors, "anchors"),
         checkpoints=_raw_checkpoints(config.checkpoints),
+        **{size: int32(getattr(config, size), size) for size in sizes},
         **names,
     )
     return raw, (layers, recurrent_layers, names)

@@ -101,20 +101,7 @@ class VersionError(StatusError):
     status = Status.VERSION
 
 
-_CLASSES = {
-    cls.status: cls
-    for cls in (
-        CapacityError,
-        PositionError,
-        NoCacheError,
-        KindError,
-        ProgramError,
-        UnsupportedError,
-        StepError,
-        CacheFileError,
-        VersionError,
-    )
-}
+_CLASSES = {cls.status: cls for cls in StatusError.__subclasses__()}
 
 
 def status_error(status: int, message: str) -> StatusError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from etkv._capi import ask, call, ffi, lib, struct, text_options
@@ -50,9 +49,7 @@ class PrefixPin:
     def __enter__(self) -> PrefixPin:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
@@ -114,9 +113,7 @@ class Session(Cache):
         self._raw()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +108,7 @@ class ExportRequest:
         return ExportRequest(
             model=model,
             output=_writable_program(self.output),
-            backend=_backend(self.backend),
+            backend=_one_of("backend", self.backend, BACKENDS),
             dtype=_dtype(self.dtype, self.backend),
             quantize=_quantization(self.quantize, self.backend, self.dtype),
             group_size=_group_size(self.group_size, self.quantize, self.backend),
@@ -116,7 +117,7 @@ class ExportRequest:
             keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
             layers=_at_least("layers", self.layers, 1),
             draft=_draft(self),
-            logits=_logits(self.logits),
+            logits=_one_of("logits", self.logits, LOGITS),
             tap_layers=_tap_layers(self.tap_layers),
             verify=self.verify,
         )
@@ -209,15 +210,14 @@ def _reason(error: OSError | ValueError) -> str:
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _backend(name: str) -> str:
-    if name not in BACKENDS:
-        raise EtkvError(f"backend {name!r} is not one of {', '.join(BACKENDS)}")
+def _one_of(option: str, name: str, known: Collection[str]) -> str:
+    if name not in known:
+        raise EtkvError(f"{option} {name!r} is not one of {', '.join(known)}")
     return name
 
 
 def _dtype(name: str, backend: str) -> str:
-    if name not in DTYPES:
-        raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    _one_of("dtype", name, DTYPES)
     if backend == "cpu" and DTYPES[name] == "float16":
         raise EtkvError(f"dtype {name!r} is not supported by backend cpu; expected float32, or bfloat16 for weights")
     return DTYPES[name]
@@ -253,12 +253,6 @@ def _tokens(name: str, value: int | None) -> int | None:
     if value is not None and value > MAX_TOKENS:
         raise EtkvError(f"{name} {value} is above the maximum of {MAX_TOKENS}")
     return _at_least(name, value, MIN_STEP)
-
-
-def _logits(name: str) -> str:
-    if name not in LOGITS:
-        raise EtkvError(f"logits {name!r} is not one of {', '.join(LOGITS)}")
-    return name
 
 
 def _tap_layers(indices: tuple[int, ...]) -> tuple[int, ...]:
