@@ -43,9 +43,7 @@ class Cache {
 
   /// Returns whether `n` more positions fit; `n` is at least 0.
   Result<bool> can_extend(int32_t n = 1) const {
-    return detail::ask<bool>([&](bool* fits, etkv_error** error) {
-      return etkv_cache_can_extend(raw(), n, fits, error);
-    });
+    return detail::ask<bool>(etkv_cache_can_extend, raw(), n);
   }
   /// Returns the maximum number of positions in the cache.
   int32_t capacity() const {
@@ -54,9 +52,7 @@ class Cache {
   /// Returns the number of positions that the cache holds now. A position that
   /// several sequences share counts once.
   Result<int32_t> length() const {
-    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
-      return etkv_cache_length(raw(), length, error);
-    });
+    return detail::ask<int32_t>(etkv_cache_length, raw());
   }
   /// Returns the number of attention layers.
   size_t n_layers() const {
@@ -79,80 +75,56 @@ class Cache {
   Result<Formats> formats() const {
     const char* k = nullptr;
     const char* v = nullptr;
-    if (auto asked = detail::run([&](etkv_error** error) {
-          return etkv_cache_formats(raw(), &k, &v, error);
-        });
-        !asked) {
-      return asked.error();
-    }
-    return Formats{k, v};
+    return detail::run(etkv_cache_formats, raw(), &k, &v).transform([&] {
+      return Formats{k, v};
+    });
   }
   /// Converts stored and later rows to other formats, until the cache is
   /// cleared; see etkv_cache_convert.
   Result<void> convert(
       const std::string& k_format,
       const std::string& v_format) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_cache_convert(
-          raw(), k_format.c_str(), v_format.c_str(), error);
-    });
+    return detail::run(
+        etkv_cache_convert, raw(), k_format.c_str(), v_format.c_str());
   }
   /// Removes every position, and frees the buffers if `release`.
   Result<void> clear(bool release = false) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_cache_clear(raw(), release, error);
-    });
+    return detail::run(etkv_cache_clear, raw(), release);
   }
   /// Removes the positions of the only sequence at or after `length`; see
   /// etkv_cache_rewind.
   Result<void> rewind(int32_t length) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_cache_rewind(raw(), length, error);
-    });
+    return detail::run(etkv_cache_rewind, raw(), length);
   }
   /// Returns the smallest length such that rewind() accepts it and every
   /// greater length; see etkv_cache_rewindable_to.
   Result<int32_t> rewindable_to() const {
-    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
-      return etkv_cache_rewindable_to(raw(), length, error);
-    });
+    return detail::ask<int32_t>(etkv_cache_rewindable_to, raw());
   }
   /// Returns the greatest length, at most `position`, that rewind() accepts now;
   /// see etkv_cache_reachable.
   Result<int32_t> reachable(int32_t position) const {
-    return detail::ask<int32_t>([&](int32_t* reachable, etkv_error** error) {
-      return etkv_cache_reachable(raw(), position, reachable, error);
-    });
+    return detail::ask<int32_t>(etkv_cache_reachable, raw(), position);
   }
   /// Makes a checkpoint of the only sequence at `position`, at once or when a
   /// step reaches it, and returns its position: 0 if the cache makes none. See
   /// etkv_cache_mark.
   Result<int32_t> mark(int32_t position) {
-    return detail::ask<int32_t>([&](int32_t* marked, etkv_error** error) {
-      return etkv_cache_mark(raw(), position, marked, error);
-    });
+    return detail::ask<int32_t>(etkv_cache_mark, raw(), position);
   }
   /// Marks the prompt of a turn before it runs; see etkv_cache_mark_turn.
   Result<void> mark_turn(int32_t end) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_cache_mark_turn(raw(), end, error);
-    });
+    return detail::run(etkv_cache_mark_turn, raw(), end);
   }
   /// Rewinds to the greatest length, at most `length`, that rewind() accepts,
   /// and returns it; see etkv_cache_rewind_to_reachable.
   Result<int32_t> rewind_to_reachable(int32_t length) {
-    return detail::ask<int32_t>([&](int32_t* reached, etkv_error** error) {
-      return etkv_cache_rewind_to_reachable(raw(), length, reached, error);
-    });
+    return detail::ask<int32_t>(etkv_cache_rewind_to_reachable, raw(), length);
   }
   /// Returns the bytes of the buffers.
   Result<Memory> memory() const {
     return detail::ask_memory(
-        n_layers(),
-        n_recurrent_layers(),
-        [&](etkv_memory* raw_memory, etkv_error** error) {
-          return etkv_cache_memory(raw(), raw_memory, error);
-        });
+        n_layers(), n_recurrent_layers(), etkv_cache_memory, raw());
   }
 
   /// Returns another face on the same cache, for another owner.
@@ -176,15 +148,9 @@ Result<Face> make_cache(
     const std::string& kind,
     const CacheConfig& config) {
   const detail::RawConfig raw(config);
-  auto made =
-      detail::ask<etkv_cache*>([&](etkv_cache** cache, etkv_error** error) {
-        return etkv_cache_new(
-            backend_id.c_str(), kind.c_str(), raw.get(), cache, error);
-      });
-  if (!made.ok()) {
-    return made.error();
-  }
-  return Face::adopt(*made);
+  return detail::ask<etkv_cache*>(
+             etkv_cache_new, backend_id.c_str(), kind.c_str(), raw.get())
+      .and_then(Face::adopt);
 }
 
 } // namespace etkv

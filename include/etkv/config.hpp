@@ -178,9 +178,9 @@ inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
   return detail::ask_memory(
       config.layers.size(),
       config.recurrent_layers.size(),
-      [&](etkv_memory* memory, etkv_error** error) {
-        return etkv_cache_config_estimate(raw.get(), length, memory, error);
-      });
+      etkv_cache_config_estimate,
+      raw.get(),
+      length);
 }
 
 /// Returns the same for the kinds "seq" and "tree" while they hold one
@@ -192,10 +192,9 @@ inline Result<Memory> estimate_shared(
   return detail::ask_memory(
       config.layers.size(),
       config.recurrent_layers.size(),
-      [&](etkv_memory* memory, etkv_error** error) {
-        return etkv_cache_config_estimate_shared(
-            raw.get(), length, memory, error);
-      });
+      etkv_cache_config_estimate_shared,
+      raw.get(),
+      length);
 }
 
 } // namespace etkv

@@ -38,23 +38,24 @@ class Handle {
   T* raw_ = nullptr;
 };
 
-/// Calls a C function, and returns its error as a Result.
-template <typename Call>
-Result<void> run(Call call) {
+/// Calls a C function, and returns its error as a Result. The function's last
+/// parameter is the error, which `arguments` lacks.
+template <typename Function, typename... Arguments>
+Result<void> run(Function function, Arguments... arguments) {
   etkv_error* error = nullptr;
-  const etkv_status status = call(&error);
+  const etkv_status status = function(arguments..., &error);
   if (status == ETKV_OK) {
     return {};
   }
   return Error::adopt(status, error);
 }
 
-/// Calls a C function that stores a value.
-template <typename T, typename Call>
-Result<T> ask(Call call) {
+/// Calls a C function that stores a value through its last parameter but one.
+template <typename T, typename Function, typename... Arguments>
+Result<T> ask(Function function, Arguments... arguments) {
   T value{};
   etkv_error* error = nullptr;
-  const etkv_status status = call(&value, &error);
+  const etkv_status status = function(arguments..., &value, &error);
   if (status == ETKV_OK) {
     return value;
   }
@@ -63,31 +64,26 @@ Result<T> ask(Call call) {
 
 /// Calls a C function that fills an array: once for the number of elements,
 /// once for the elements. Repeats both if the number grew in between.
-template <typename T, typename Call>
-Result<std::vector<T>> ask_list(Call call) {
+template <typename T, typename Function, typename... Arguments>
+Result<std::vector<T>> ask_list(Function function, Arguments... arguments) {
   std::vector<T> list;
+  const auto count = [&] {
+    return ask<size_t>(function, arguments..., nullptr, size_t{0});
+  };
   for (;;) {
-    size_t n = 0;
-    if (auto counted = run([&](etkv_error** error) {
-          return call(nullptr, size_t{0}, &n, error);
-        });
-        !counted.ok()) {
-      return counted.error();
+    const auto n = count();
+    if (!n.ok()) {
+      return n.error();
     }
-    list.resize(n);
-    size_t found = 0;
-    auto filled = run([&](etkv_error** error) {
-      return call(list.data(), n, &found, error);
-    });
-    if (filled.ok() && found <= n) {
-      list.resize(found);
+    list.resize(*n);
+    const auto found = ask<size_t>(function, arguments..., list.data(), *n);
+    if (found.ok() && *found <= *n) {
+      list.resize(*found);
       return list;
     }
     // The call failed for a reason other than too little room.
-    size_t now = 0;
-    if (!filled.ok() &&
-        (call(nullptr, size_t{0}, &now, nullptr) != ETKV_OK || now <= n)) {
-      return filled.error();
+    if (!found.ok() && count().value_or(0) <= *n) {
+      return found.error();
     }
   }
 }

@@ -125,9 +125,7 @@ class LoadOptions {
 /// Resets the buffers of the programs that were loaded with this buffer name to
 /// zeros. The next call starts afresh.
 inline Result<void> reset_buffers(const char* name) {
-  return detail::run([&](etkv_error** error) {
-    return etkv_delegate_reset_buffers(name, error);
-  });
+  return detail::run(etkv_delegate_reset_buffers, name);
 }
 
 /// A session, and the load options by which a program finds its cache.

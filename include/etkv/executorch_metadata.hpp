@@ -119,9 +119,7 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   etkv_metadata raw{};
   raw.struct_size = sizeof(raw);
   const auto read = [&] {
-    return detail::run([&](etkv_error** error) {
-      return etkv_metadata_read(json.c_str(), &raw, error);
-    });
+    return detail::run(etkv_metadata_read, json.c_str(), &raw);
   };
   if (auto counted = read(); !counted.ok()) {
     return counted.error();

@@ -87,10 +87,15 @@ inline Result<int64_t> choose(
     uint64_t n,
     size_t answer = 0) {
   const detail::RawSampling raw(sampling);
-  return detail::ask<int64_t>([&](int64_t* token, etkv_error** error) {
-    return etkv_sampling_choose(
-        raw.get(), logits, n_logits, text, n_text, answer, n, token, error);
-  });
+  return detail::ask<int64_t>(
+      etkv_sampling_choose,
+      raw.get(),
+      logits,
+      n_logits,
+      text,
+      n_text,
+      answer,
+      n);
 }
 
 // ---- Answers ---------------------------------------------------------------
@@ -163,23 +168,21 @@ class Generation {
     raw.n_stop = options.stop.size();
     raw.max_tokens = options.max_tokens;
     raw.run_ahead = static_cast<etkv_run_ahead>(options.run_ahead);
-    auto made = detail::ask<etkv_generation*>(
-        [&](etkv_generation** generation, etkv_error** error) {
-          return etkv_generation_new(
-              cache.raw(), given.data(), given.size(), &raw, generation, error);
+    return detail::ask<etkv_generation*>(
+               etkv_generation_new,
+               cache.raw(),
+               given.data(),
+               given.size(),
+               &raw)
+        .transform([&](etkv_generation* generation) {
+          return Generation(generation, prompts.size());
         });
-    if (!made.ok()) {
-      return made.error();
-    }
-    return Generation(*made, prompts.size());
   }
 
   /// Runs the next step of the prompts. Returns the number of prompt tokens
   /// that have not run; next() runs these.
   Result<size_t> read_prompts() {
-    return detail::ask<size_t>([&](size_t* waiting, etkv_error** error) {
-      return etkv_generation_read_prompts(raw(), waiting, error);
-    });
+    return detail::ask<size_t>(etkv_generation_read_prompts, raw());
   }
 
   /// Returns the next token of each answer that goes on; none if all have
@@ -187,10 +190,8 @@ class Generation {
   Result<std::vector<Generated>> next() {
     std::vector<int64_t> tokens(n_prompts_);
     std::vector<etkv_end> ends(n_prompts_);
-    auto found = detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_generation_next(
-          raw(), tokens.data(), ends.data(), n_prompts_, n, error);
-    });
+    auto found = detail::ask<size_t>(
+        etkv_generation_next, raw(), tokens.data(), ends.data(), n_prompts_);
     if (!found.ok()) {
       return found.error();
     }
@@ -207,16 +208,12 @@ class Generation {
   /// Ends the answers after the running step, from any thread: next() then
   /// returns none. The cache holds the steps that were done.
   Result<void> cancel() const {
-    return detail::run([&](etkv_error** error) {
-      return etkv_generation_cancel(raw(), error);
-    });
+    return detail::run(etkv_generation_cancel, raw());
   }
 
   /// Rolls back a step of async decode, if there is one.
   Result<void> pause() {
-    return detail::run([&](etkv_error** error) {
-      return etkv_generation_pause(raw(), error);
-    });
+    return detail::run(etkv_generation_pause, raw());
   }
 
   etkv_generation* raw() const {
@@ -281,15 +278,13 @@ inline Result<std::vector<int64_t>> choose(
             " positions; expected at least 1 token, and a position for each");
   }
   std::vector<int64_t> chosen(tokens.size());
-  auto done = detail::run([&](etkv_error** error) {
-    return etkv_generation_choose(
-        cache.raw(),
-        tokens.data(),
-        positions.data(),
-        tokens.size(),
-        chosen.data(),
-        error);
-  });
+  auto done = detail::run(
+      etkv_generation_choose,
+      cache.raw(),
+      tokens.data(),
+      positions.data(),
+      tokens.size(),
+      chosen.data());
   if (!done.ok()) {
     return done.error();
   }
@@ -309,13 +304,11 @@ inline Result<void> warm_up(
       progress(done, steps);
     }
   };
-  return detail::run([&](etkv_error** error) {
-    return etkv_generation_warm_up(
-        cache.raw(),
-        call,
-        const_cast<std::function<void(size_t, size_t)>*>(&on_progress),
-        error);
-  });
+  return detail::run(
+      etkv_generation_warm_up,
+      cache.raw(),
+      call,
+      const_cast<std::function<void(size_t, size_t)>*>(&on_progress));
 }
 
 } // namespace etkv

@@ -46,9 +46,12 @@ struct Memory {
 namespace detail {
 /// Calls a C function that fills an etkv_memory for `n_layers` attention layers
 /// and `n_recurrent_layers` recurrent layers.
-template <typename Call>
-Result<Memory>
-ask_memory(size_t n_layers, size_t n_recurrent_layers, Call call) {
+template <typename Function, typename... Arguments>
+Result<Memory> ask_memory(
+    size_t n_layers,
+    size_t n_recurrent_layers,
+    Function function,
+    Arguments... arguments) {
   std::vector<etkv_layer_memory> layers(n_layers);
   std::vector<etkv_recurrent_layer_memory> recurrent_layers(n_recurrent_layers);
   etkv_memory raw{};
@@ -63,8 +66,7 @@ ask_memory(size_t n_layers, size_t n_recurrent_layers, Call call) {
     raw.recurrent_layers = recurrent_layers.data();
     raw.n_recurrent_layers = recurrent_layers.size();
   }
-  if (auto filled = run([&](etkv_error** error) { return call(&raw, error); });
-      !filled.ok()) {
+  if (auto filled = run(function, arguments..., &raw); !filled.ok()) {
     return filled.error();
   }
   Memory memory{raw.allocated, raw.used, raw.at_capacity, {}, raw.shared};
@@ -97,18 +99,14 @@ struct MemoryBudget {
 /// limit. A call that would exceed it fails and changes nothing
 /// (`etkv_memory_budget_set`).
 inline Result<void> set_memory_budget(uint64_t limit) {
-  return detail::run(
-      [&](etkv_error** error) { return etkv_memory_budget_set(limit, error); });
+  return detail::run(etkv_memory_budget_set, limit);
 }
 
 /// Returns the bytes that all caches in this process hold, and their limit.
 inline Result<MemoryBudget> memory_budget() {
   etkv_memory_budget raw{};
   raw.struct_size = sizeof(raw);
-  if (auto filled = detail::run([&](etkv_error** error) {
-        return etkv_memory_budget_read(&raw, error);
-      });
-      !filled.ok()) {
+  if (auto filled = detail::run(etkv_memory_budget_read, &raw); !filled.ok()) {
     return filled.error();
   }
   return MemoryBudget{raw.limit, raw.held, raw.peak, raw.n_caches};
@@ -158,10 +156,10 @@ inline Result<void> set_memory_callback(MemoryCallback callback) {
   auto& state = detail::memory_state();
   std::unique_ptr<MemoryCallback> next;
   const auto set = [&] {
-    return detail::run([&](etkv_error** error) {
-      return etkv_memory_budget_set_callback(
-          next ? detail::free_memory : nullptr, next.get(), error);
-    });
+    return detail::run(
+        etkv_memory_budget_set_callback,
+        next ? detail::free_memory : nullptr,
+        next.get());
   };
   if (detail::in_memory_callback()) {
     // This call is refused. It takes no lock: the thread that has the lock may

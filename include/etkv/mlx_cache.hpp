@@ -43,14 +43,8 @@ class MLXForwards {
  public:
   /// Makes the forwards of `cache`. Fails where the cache is poisoned.
   static Result<MLXForwards> make(const Cache& cache) {
-    auto made = detail::ask<etkv_forwards*>(
-        [&](etkv_forwards** forwards, etkv_error** error) {
-          return etkv_forwards_new(cache.raw(), forwards, error);
-        });
-    if (!made.ok()) {
-      return made.error();
-    }
-    return MLXForwards(*made);
+    return detail::ask<etkv_forwards*>(etkv_forwards_new, cache.raw())
+        .transform([](etkv_forwards* raw) { return MLXForwards(raw); });
   }
 
   /// Writes a layer's rows, and returns what its queries attend to, in the
@@ -72,10 +66,14 @@ class MLXForwards {
     AttendSpec spec{nothing, nothing, AttendSpec::Mask::None, std::nullopt};
     mlx::core::array mask = nothing;
     etkv_mask kind = ETKV_MASK_NONE;
-    const auto done = detail::run([&](etkv_error** error) {
-      return etkv_forwards_update_and_fetch(
-          handle_.get(), &rows, &spec.k, &spec.v, &kind, &mask, error);
-    });
+    const auto done = detail::run(
+        etkv_forwards_update_and_fetch,
+        handle_.get(),
+        &rows,
+        &spec.k,
+        &spec.v,
+        &kind,
+        &mask);
     if (!done.ok()) {
       return done.error();
     }
@@ -105,10 +103,13 @@ class MLXForwards {
     const auto stream = stream_of(s);
     const auto rows = rows_of(layer, positions, k, v, stream);
     mlx::core::array attended(0.0f);
-    const auto done = detail::run([&](etkv_error** error) {
-      return etkv_forwards_update_and_attend(
-          handle_.get(), &rows, &q, scale, &attended, error);
-    });
+    const auto done = detail::run(
+        etkv_forwards_update_and_attend,
+        handle_.get(),
+        &rows,
+        &q,
+        scale,
+        &attended);
     if (!done.ok()) {
       return done.error();
     }
@@ -117,9 +118,7 @@ class MLXForwards {
 
   /// Rolls back an unfinished forward. Does nothing without one.
   Result<void> abort() {
-    return detail::run([&](etkv_error** error) {
-      return etkv_forwards_abort(handle_.get(), error);
-    });
+    return detail::run(etkv_forwards_abort, handle_.get());
   }
 
  private:

@@ -49,22 +49,14 @@ class Prefix {
 /// Freezes the contents of a cache, and lets the cache continue from the frozen
 /// contents; see etkv_cache_freeze.
 inline Result<Prefix> freeze(Cache& cache) {
-  auto frozen =
-      detail::ask<etkv_prefix*>([&](etkv_prefix** prefix, etkv_error** error) {
-        return etkv_cache_freeze(cache.raw(), prefix, error);
-      });
-  if (!frozen.ok()) {
-    return frozen.error();
-  }
-  return Prefix(*frozen);
+  return detail::ask<etkv_prefix*>(etkv_cache_freeze, cache.raw())
+      .transform([](etkv_prefix* raw) { return Prefix(raw); });
 }
 
 /// Makes an empty cache hold the first `length` positions of a prefix; see
 /// etkv_cache_attach.
 inline Result<void> attach(Cache& cache, const Prefix& prefix, int32_t length) {
-  return detail::run([&](etkv_error** error) {
-    return etkv_cache_attach(cache.raw(), prefix.raw(), length, error);
-  });
+  return detail::run(etkv_cache_attach, cache.raw(), prefix.raw(), length);
 }
 
 // ---- Beginnings of texts that outlive the process --------------------------
@@ -83,54 +75,43 @@ class PrefixStore {
   static Result<PrefixStore> open(
       const std::string& folder,
       uint64_t max_bytes) {
-    auto opened = detail::ask<etkv_prefix_store*>([&](etkv_prefix_store** store,
-                                                      etkv_error** error) {
-      return etkv_prefix_store_open(folder.c_str(), max_bytes, store, error);
-    });
-    if (!opened.ok()) {
-      return opened.error();
-    }
-    return PrefixStore(*opened);
+    return detail::ask<etkv_prefix_store*>(
+               etkv_prefix_store_open, folder.c_str(), max_bytes)
+        .transform([](etkv_prefix_store* raw) { return PrefixStore(raw); });
   }
 
   /// Returns the number and the bytes of the files.
   Result<Usage> usage() const {
     Usage usage;
-    const auto asked = detail::run([&](etkv_error** error) {
-      return etkv_prefix_store_usage(
-          handle_.get(), &usage.files, &usage.bytes, error);
-    });
-    if (!asked.ok()) {
-      return asked.error();
-    }
-    return usage;
+    return detail::run(
+               etkv_prefix_store_usage,
+               handle_.get(),
+               &usage.files,
+               &usage.bytes)
+        .transform([&] { return usage; });
   }
 
   /// Stores the contents of a cache, whose text is `text.tokens`. Returns
   /// whether a file was written; see etkv_prefix_store_save.
   Result<bool> save(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
-    return detail::ask<bool>([&](bool* written, etkv_error** error) {
-      return etkv_prefix_store_save(
-          handle_.get(), cache.raw(), &raw, written, error);
-    });
+    return detail::ask<bool>(
+        etkv_prefix_store_save, handle_.get(), cache.raw(), &raw);
   }
 
   /// Loads into an empty cache the longest beginning of `text.tokens` that the
   /// folder has. Returns its length; see etkv_prefix_store_load.
   Result<size_t> load(Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
-    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_store_load(handle_.get(), cache.raw(), &raw, n, error);
-    });
+    return detail::ask<size_t>(
+        etkv_prefix_store_load, handle_.get(), cache.raw(), &raw);
   }
 
   /// Returns how many tokens load() would load; see etkv_prefix_store_find.
   Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
-    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_store_find(handle_.get(), cache.raw(), &raw, n, error);
-    });
+    return detail::ask<size_t>(
+        etkv_prefix_store_find, handle_.get(), cache.raw(), &raw);
   }
 
   /// Returns the handle of the C interface. This object keeps its ownership.
@@ -184,42 +165,31 @@ class PrefixCache {
     options.struct_size = sizeof(options);
     options.max_bytes = max_bytes;
     options.store = store == nullptr ? nullptr : store->raw();
-    auto made = detail::ask<etkv_prefix_cache*>(
-        [&](etkv_prefix_cache** prefixes, etkv_error** error) {
-          return etkv_prefix_cache_new(&options, prefixes, error);
-        });
-    if (!made.ok()) {
-      return made.error();
-    }
-    return PrefixCache(*made);
+    return detail::ask<etkv_prefix_cache*>(etkv_prefix_cache_new, &options)
+        .transform([](etkv_prefix_cache* raw) { return PrefixCache(raw); });
   }
 
   /// Attaches an empty cache to the longest beginning of `text.tokens` that is
   /// kept. Returns its length; see etkv_prefix_cache_attach.
   Result<size_t> attach(Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
-    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_cache_attach(
-          handle_.get(), cache.raw(), &raw, n, error);
-    });
+    return detail::ask<size_t>(
+        etkv_prefix_cache_attach, handle_.get(), cache.raw(), &raw);
   }
 
   /// Returns how many tokens attach() would find; see etkv_prefix_cache_find.
   Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
-    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_cache_find(handle_.get(), cache.raw(), &raw, n, error);
-    });
+    return detail::ask<size_t>(
+        etkv_prefix_cache_find, handle_.get(), cache.raw(), &raw);
   }
 
   /// Keeps the contents of a cache, whose text is `text.tokens`. Returns whether
   /// memory has the text then; see etkv_prefix_cache_keep.
   Result<bool> keep(Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
-    return detail::ask<bool>([&](bool* kept, etkv_error** error) {
-      return etkv_prefix_cache_keep(
-          handle_.get(), cache.raw(), &raw, kept, error);
-    });
+    return detail::ask<bool>(
+        etkv_prefix_cache_keep, handle_.get(), cache.raw(), &raw);
   }
 
   /// Reads the beginning of `text.tokens` in the store into memory, on another
@@ -227,48 +197,35 @@ class PrefixCache {
   /// etkv_prefix_cache_prefetch.
   Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
-    return detail::ask<bool>([&](bool* waits, etkv_error** error) {
-      return etkv_prefix_cache_prefetch(
-          handle_.get(), cache.raw(), &raw, waits, error);
-    });
+    return detail::ask<bool>(
+        etkv_prefix_cache_prefetch, handle_.get(), cache.raw(), &raw);
   }
 
   /// Pins a prefix that holds a whole text; see etkv_prefix_cache_pin.
   Result<PrefixPin> pin(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
-    auto made = detail::ask<etkv_prefix_pin*>(
-        [&](etkv_prefix_pin** pin, etkv_error** error) {
-          return etkv_prefix_cache_pin(
-              handle_.get(), cache.raw(), &raw, pin, error);
-        });
-    if (!made.ok()) {
-      return made.error();
-    }
-    return PrefixPin(*made);
+    return detail::ask<etkv_prefix_pin*>(
+               etkv_prefix_cache_pin, handle_.get(), cache.raw(), &raw)
+        .transform([](etkv_prefix_pin* raw) { return PrefixPin(raw); });
   }
 
   /// Frees prefixes that nothing uses, until `bytes` are free. Returns the bytes
   /// that were freed; see etkv_prefix_cache_reclaim.
   Result<uint64_t> reclaim(uint64_t bytes) {
-    return detail::ask<uint64_t>([&](uint64_t* freed, etkv_error** error) {
-      return etkv_prefix_cache_reclaim(handle_.get(), bytes, freed, error);
-    });
+    return detail::ask<uint64_t>(
+        etkv_prefix_cache_reclaim, handle_.get(), bytes);
   }
 
   /// Drops all prefixes that are not pinned.
   Result<void> clear() {
-    return detail::run([&](etkv_error** error) {
-      return etkv_prefix_cache_clear(handle_.get(), error);
-    });
+    return detail::run(etkv_prefix_cache_clear, handle_.get());
   }
 
   /// Returns its contents, and counts of its use.
   Result<PrefixStatistics> statistics() const {
     etkv_prefix_statistics raw{};
     raw.struct_size = sizeof(raw);
-    if (auto read = detail::run([&](etkv_error** error) {
-          return etkv_prefix_cache_read(handle_.get(), &raw, error);
-        });
+    if (auto read = detail::run(etkv_prefix_cache_read, handle_.get(), &raw);
         !read.ok()) {
       return read.error();
     }

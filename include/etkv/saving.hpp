@@ -36,14 +36,14 @@ inline etkv_save_options raw_of(const SaveOptions& options) {
   return raw;
 }
 
-/// Takes the token ids that `load` stores.
-template <typename Load>
-Result<std::vector<int64_t>> ask_tokens(const Load& load) {
+/// Takes the token ids that a C function stores.
+template <typename Function, typename... Arguments>
+Result<std::vector<int64_t>> ask_tokens(
+    Function function,
+    Arguments... arguments) {
   int64_t* tokens = nullptr;
   size_t n = 0;
-  if (auto loaded =
-          run([&](etkv_error** error) { return load(&tokens, &n, error); });
-      !loaded) {
+  if (auto loaded = run(function, arguments..., &tokens, &n); !loaded) {
     return loaded.error();
   }
   std::vector<int64_t> copy(tokens, tokens + n);
@@ -59,9 +59,7 @@ inline Result<void> save_cache(
     const std::string& path,
     const SaveOptions& options = {}) {
   const auto raw = detail::raw_of(options);
-  return detail::run([&](etkv_error** error) {
-    return etkv_cache_save(cache.raw(), path.c_str(), &raw, error);
-  });
+  return detail::run(etkv_cache_save, cache.raw(), path.c_str(), &raw);
 }
 
 /// Replaces the contents of a cache by those of a file, and returns the token
@@ -71,10 +69,7 @@ inline Result<std::vector<int64_t>> load_cache(
     const std::string& path,
     const std::string& fingerprint = "") {
   return detail::ask_tokens(
-      [&](int64_t** tokens, size_t* n, etkv_error** error) {
-        return etkv_cache_load(
-            cache.raw(), path.c_str(), fingerprint.c_str(), tokens, n, error);
-      });
+      etkv_cache_load, cache.raw(), path.c_str(), fingerprint.c_str());
 }
 
 /// Writes one sequence to a file; see etkv_seq_cache_save.
@@ -84,10 +79,8 @@ inline Result<void> save_sequence(
     const std::string& path,
     const SaveOptions& options = {}) {
   const auto raw = detail::raw_of(options);
-  return detail::run([&](etkv_error** error) {
-    return etkv_seq_cache_save(
-        cache.raw_sequences(), sequence, path.c_str(), &raw, error);
-  });
+  return detail::run(
+      etkv_seq_cache_save, cache.raw_sequences(), sequence, path.c_str(), &raw);
 }
 
 /// Adds the only sequence of a file as `sequence`, which must be empty, and
@@ -98,23 +91,16 @@ inline Result<std::vector<int64_t>> load_sequence(
     const std::string& path,
     const std::string& fingerprint = "") {
   return detail::ask_tokens(
-      [&](int64_t** tokens, size_t* n, etkv_error** error) {
-        return etkv_seq_cache_load(
-            cache.raw_sequences(),
-            sequence,
-            path.c_str(),
-            fingerprint.c_str(),
-            tokens,
-            n,
-            error);
-      });
+      etkv_seq_cache_load,
+      cache.raw_sequences(),
+      sequence,
+      path.c_str(),
+      fingerprint.c_str());
 }
 
 /// Returns the fingerprint of a file, such as a program; see etkv_fingerprint.
 inline Result<std::string> fingerprint(const std::string& path) {
-  return detail::ask_string([&](char** text, etkv_error** error) {
-    return etkv_fingerprint(path.c_str(), text, error);
-  });
+  return detail::ask_string(etkv_fingerprint, path.c_str());
 }
 
 } // namespace etkv

@@ -34,10 +34,7 @@ class SeqCache : public Cache {
 
   static Result<SeqCache> adopt(etkv_cache* raw) {
     Cache cache(raw);
-    auto sequences = detail::ask<etkv_seq_cache*>(
-        [&](etkv_seq_cache** sequences, etkv_error** error) {
-          return etkv_cache_as_seq(raw, sequences, error);
-        });
+    auto sequences = detail::ask<etkv_seq_cache*>(etkv_cache_as_seq, raw);
     if (!sequences.ok()) {
       return sequences.error();
     }
@@ -47,10 +44,8 @@ class SeqCache : public Cache {
   /// Declares the sequence of each token of the next step; see
   /// etkv_seq_cache_begin_step.
   Result<void> begin_step(const int32_t* sequences, size_t n_tokens) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_begin_step(
-          raw_sequences(), sequences, n_tokens, error);
-    });
+    return detail::run(
+        etkv_seq_cache_begin_step, raw_sequences(), sequences, n_tokens);
   }
   Result<void> begin_step(const std::vector<int32_t>& sequences) {
     return begin_step(sequences.data(), sequences.size());
@@ -65,22 +60,18 @@ class SeqCache : public Cache {
       all.insert(all.end(), members.begin(), members.end());
       counts.push_back(static_cast<int32_t>(members.size()));
     }
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_begin_step_shared(
-          raw_sequences(),
-          all.data(),
-          all.size(),
-          counts.data(),
-          counts.size(),
-          error);
-    });
+    return detail::run(
+        etkv_seq_cache_begin_step_shared,
+        raw_sequences(),
+        all.data(),
+        all.size(),
+        counts.data(),
+        counts.size());
   }
   /// Withdraws the declaration of begin_step() or begin_step_shared(), for a
   /// step that will not run.
   Result<void> cancel_step() {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_cancel_step(raw_sequences(), error);
-    });
+    return detail::run(etkv_seq_cache_cancel_step, raw_sequences());
   }
   /// Makes `target` share positions of `source`, in the same cells.
   Result<void> seq_cp(
@@ -88,83 +79,58 @@ class SeqCache : public Cache {
       int32_t target,
       int32_t begin = 0,
       int32_t end = kAll) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_cp(
-          raw_sequences(), source, target, begin, end, error);
-    });
+    return detail::run(
+        etkv_seq_cache_cp, raw_sequences(), source, target, begin, end);
   }
   /// Removes positions from a sequence.
   Result<void> seq_rm(int32_t sequence, int32_t begin = 0, int32_t end = kAll) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_rm(raw_sequences(), sequence, begin, end, error);
-    });
+    return detail::run(
+        etkv_seq_cache_rm, raw_sequences(), sequence, begin, end);
   }
   /// Removes every sequence but one.
   Result<void> seq_keep(int32_t sequence) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_keep(raw_sequences(), sequence, error);
-    });
+    return detail::run(etkv_seq_cache_keep, raw_sequences(), sequence);
   }
   /// Returns the number of positions that a sequence holds.
   Result<int32_t> seq_len(int32_t sequence) const {
-    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
-      return etkv_seq_cache_len(raw_sequences(), sequence, length, error);
-    });
+    return detail::ask<int32_t>(etkv_seq_cache_len, raw_sequences(), sequence);
   }
   /// Returns the position of a sequence's next token.
   Result<int32_t> seq_next(int32_t sequence) const {
-    return detail::ask<int32_t>([&](int32_t* position, etkv_error** error) {
-      return etkv_seq_cache_next(raw_sequences(), sequence, position, error);
-    });
+    return detail::ask<int32_t>(etkv_seq_cache_next, raw_sequences(), sequence);
   }
   /// Returns the positions that a sequence holds, as ranges in order.
   Result<std::vector<Range>> seq_positions(int32_t sequence) const {
     return detail::ask_list<Range>(
-        [&](Range* ranges, size_t room, size_t* n, etkv_error** error) {
-          return etkv_seq_cache_positions(
-              raw_sequences(), sequence, ranges, room, n, error);
-        });
+        etkv_seq_cache_positions, raw_sequences(), sequence);
   }
   /// Returns the same as `rewindable_to`, for one of several sequences.
   Result<int32_t> seq_rewindable_to(int32_t sequence) const {
-    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
-      return etkv_seq_cache_rewindable_to(
-          raw_sequences(), sequence, length, error);
-    });
+    return detail::ask<int32_t>(
+        etkv_seq_cache_rewindable_to, raw_sequences(), sequence);
   }
   /// Returns the same as `reachable`, for one of several sequences.
   Result<int32_t> seq_reachable(int32_t sequence, int32_t position) const {
-    return detail::ask<int32_t>([&](int32_t* reachable, etkv_error** error) {
-      return etkv_seq_cache_reachable(
-          raw_sequences(), sequence, position, reachable, error);
-    });
+    return detail::ask<int32_t>(
+        etkv_seq_cache_reachable, raw_sequences(), sequence, position);
   }
   /// Does what `mark_turn` does, for one of several sequences.
   Result<void> seq_mark_turn(int32_t sequence, int32_t end) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_mark_turn(raw_sequences(), sequence, end, error);
-    });
+    return detail::run(
+        etkv_seq_cache_mark_turn, raw_sequences(), sequence, end);
   }
   /// Makes a checkpoint of one of several sequences, as `mark` does.
   Result<int32_t> seq_mark(int32_t sequence, int32_t position) {
-    return detail::ask<int32_t>([&](int32_t* marked, etkv_error** error) {
-      return etkv_seq_cache_mark(
-          raw_sequences(), sequence, position, marked, error);
-    });
+    return detail::ask<int32_t>(
+        etkv_seq_cache_mark, raw_sequences(), sequence, position);
   }
   /// Returns the sequences that hold positions or carry trees, in order.
   Result<std::vector<int32_t>> sequences() const {
-    return detail::ask_list<int32_t>(
-        [&](int32_t* numbers, size_t room, size_t* n, etkv_error** error) {
-          return etkv_seq_cache_sequences(
-              raw_sequences(), numbers, room, n, error);
-        });
+    return detail::ask_list<int32_t>(etkv_seq_cache_sequences, raw_sequences());
   }
   /// Moves each sequence into one run of cells, as far as shared cells allow.
   Result<void> compact() {
-    return detail::run([&](etkv_error** error) {
-      return etkv_seq_cache_compact(raw_sequences(), error);
-    });
+    return detail::run(etkv_seq_cache_compact, raw_sequences());
   }
 
   /// Returns the handle of the C interface. This object keeps its ownership.
@@ -189,10 +155,7 @@ class TreeCache : public SeqCache {
 
   static Result<TreeCache> adopt(etkv_cache* raw) {
     // Checked first, so that the error names the trees, not the sequences.
-    auto trees = detail::ask<etkv_tree_cache*>(
-        [&](etkv_tree_cache** trees, etkv_error** error) {
-          return etkv_cache_as_tree(raw, trees, error);
-        });
+    auto trees = detail::ask<etkv_tree_cache*>(etkv_cache_as_tree, raw);
     auto sequences = SeqCache::adopt(raw);
     if (!trees.ok()) {
       return trees.error();
@@ -209,10 +172,8 @@ class TreeCache : public SeqCache {
   /// etkv_tree_cache_propose.
   Result<void>
   propose(const int32_t* parents, size_t n_nodes, int32_t sequence = 0) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_tree_cache_propose(
-          raw_trees(), sequence, parents, n_nodes, error);
-    });
+    return detail::run(
+        etkv_tree_cache_propose, raw_trees(), sequence, parents, n_nodes);
   }
   Result<void> propose(
       const std::vector<int32_t>& parents,
@@ -229,10 +190,8 @@ class TreeCache : public SeqCache {
   /// tree.
   Result<void>
   commit(const int32_t* accepted, size_t n_nodes, int32_t sequence = 0) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_tree_cache_commit(
-          raw_trees(), sequence, accepted, n_nodes, error);
-    });
+    return detail::run(
+        etkv_tree_cache_commit, raw_trees(), sequence, accepted, n_nodes);
   }
   Result<void> commit(
       const std::vector<int32_t>& accepted,
@@ -247,9 +206,7 @@ class TreeCache : public SeqCache {
   /// Returns the number of nodes of the tree after a sequence; 0 without a
   /// tree.
   Result<size_t> tree_len(int32_t sequence = 0) const {
-    return detail::ask<size_t>([&](size_t* n_nodes, etkv_error** error) {
-      return etkv_tree_cache_len(raw_trees(), sequence, n_nodes, error);
-    });
+    return detail::ask<size_t>(etkv_tree_cache_len, raw_trees(), sequence);
   }
 
   /// Returns the handle of the C interface. This object keeps its ownership.

@@ -58,10 +58,7 @@ class CacheSession {
       const CacheConfig& config) {
     const detail::RawConfig raw(config);
     auto made = detail::ask<etkv_session*>(
-        [&](etkv_session** session, etkv_error** error) {
-          return etkv_session_new(
-              backend_id.c_str(), kind.c_str(), raw.get(), session, error);
-        });
+        etkv_session_new, backend_id.c_str(), kind.c_str(), raw.get());
     if (!made.ok()) {
       return made.error();
     }
@@ -135,29 +132,19 @@ struct CacheRegistry {
       const std::string& key,
       const std::string& backend_id,
       const Cache& cache) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_registry_install(
-          key.c_str(), backend_id.c_str(), cache.raw(), error);
-    });
+    return detail::run(
+        etkv_registry_install, key.c_str(), backend_id.c_str(), cache.raw());
   }
   /// Returns a face on the cache under a key. ETKV_ERROR_NO_CACHE where there
   /// is none.
   template <typename Face = Cache>
   static Result<Face> get(const std::string& key) {
-    auto found =
-        detail::ask<etkv_cache*>([&](etkv_cache** cache, etkv_error** error) {
-          return etkv_registry_get(key.c_str(), cache, error);
-        });
-    if (!found.ok()) {
-      return found.error();
-    }
-    return Face::adopt(*found);
+    return detail::ask<etkv_cache*>(etkv_registry_get, key.c_str())
+        .and_then(Face::adopt);
   }
   /// Removes a key. The cache lives on while it has other owners.
   static Result<void> erase(const std::string& key) {
-    return detail::run([&](etkv_error** error) {
-      return etkv_registry_erase(key.c_str(), error);
-    });
+    return detail::run(etkv_registry_erase, key.c_str());
   }
 };
 

@@ -66,10 +66,11 @@ inline Result<void> set_log_callback(
   if (callback) {
     next = std::make_unique<LogCallback>(std::move(callback));
   }
-  auto set = detail::run([&](etkv_error** error) {
-    return etkv_set_log_callback(
-        filter.c_str(), next ? detail::pass_on : nullptr, next.get(), error);
-  });
+  auto set = detail::run(
+      etkv_set_log_callback,
+      filter.c_str(),
+      next ? detail::pass_on : nullptr,
+      next.get());
   if (set.ok()) {
     state.callback = std::move(next);
   }
@@ -81,30 +82,24 @@ inline Result<void> set_log_callback(
 namespace detail {
 /// Calls a C function that stores a string for the caller, and frees the
 /// string.
-template <typename Call>
-Result<std::string> ask_string(Call call) {
-  auto raw = ask<char*>(call);
-  if (!raw.ok()) {
-    return raw.error();
-  }
-  std::string text(*raw);
-  etkv_string_free(*raw);
-  return text;
+template <typename Function, typename... Arguments>
+Result<std::string> ask_string(Function function, Arguments... arguments) {
+  return ask<char*>(function, arguments...).transform([](char* raw) {
+    std::string text(raw);
+    etkv_string_free(raw);
+    return text;
+  });
 }
 } // namespace detail
 
 /// Returns a report of a cache, as a JSON object; see etkv_cache_report.
 inline Result<std::string> cache_report(const Cache& cache) {
-  return detail::ask_string([&](char** json, etkv_error** error) {
-    return etkv_cache_report(cache.raw(), json, error);
-  });
+  return detail::ask_string(etkv_cache_report, cache.raw());
 }
 
 /// Returns a report of this process, as a JSON object; see etkv_process_report.
 inline Result<std::string> process_report() {
-  return detail::ask_string([](char** json, etkv_error** error) {
-    return etkv_process_report(json, error);
-  });
+  return detail::ask_string(etkv_process_report);
 }
 
 /// Returns a description of a program, as a JSON object, from the delegate's
@@ -112,9 +107,7 @@ inline Result<std::string> process_report() {
 inline Result<std::string> describe_program(
     const uint8_t* payload,
     size_t n_bytes) {
-  return detail::ask_string([&](char** json, etkv_error** error) {
-    return etkv_program_describe(payload, n_bytes, json, error);
-  });
+  return detail::ask_string(etkv_program_describe, payload, n_bytes);
 }
 
 } // namespace etkv
