@@ -328,14 +328,11 @@ def prompt_ids(n: int) -> list[int]:
     return ids[:n]
 
 
-def main() -> None:
-    """Parses the command line."""
-    by_name = {contestant.name: contestant for contestant in CONTESTANTS}
-    usual = [name for name in by_name if name not in ON_REQUEST]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=usual, metavar="NAME", help=f"contestants: {', '.join(by_name)}")
+def add_arguments(parser: argparse.ArgumentParser, contexts: list[int]) -> None:
+    """Adds the options that all comparisons on the CPU have; ``contexts`` is a default."""
+    usual = " ".join(map(str, contexts))
     parser.add_argument(
-        "--contexts", nargs="+", type=int, default=[128, 2048], metavar="N", help="tokens of prompts (128 2048)"
+        "--contexts", nargs="+", type=int, default=contexts, metavar="N", help=f"tokens of prompts ({usual})"
     )
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="tokens decoded after the first (32)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each contestant (3)")
@@ -344,6 +341,15 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--requantize", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ids-file", type=Path, help=argparse.SUPPRESS)
+
+
+def main() -> None:
+    """Parses the command line."""
+    by_name = {contestant.name: contestant for contestant in CONTESTANTS}
+    usual = [name for name in by_name if name not in ON_REQUEST]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=usual, metavar="NAME", help=f"contestants: {', '.join(by_name)}")
+    add_arguments(parser, [128, 2048])
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -181,18 +181,8 @@ class RandomModel:
 def parser(description: str | None, contexts: list[int]) -> argparse.ArgumentParser:
     """Returns a parser of the options that these benchmarks share."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = " ".join(map(str, contexts))
-    made.add_argument(
-        "--contexts", nargs="+", type=int, default=contexts, metavar="N", help=f"tokens of prompts ({usual})"
-    )
-    made.add_argument("--decode", type=int, default=32, metavar="N", help="tokens decoded after the first (32)")
-    made.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each contestant (3)")
-    made.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each contestant (2)")
-    made.add_argument("--llama-python", default=sys.executable, metavar="PATH", help="the Python that has llama_cpp")
+    cpu_peers.add_arguments(made, contexts)
     made.add_argument("--llama-source", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter")
     made.add_argument("--write-model", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--convert", type=Path, help=argparse.SUPPRESS)
-    made.add_argument("--work", help=argparse.SUPPRESS)
-    made.add_argument("--requantize", type=Path, help=argparse.SUPPRESS)
-    made.add_argument("--ids-file", type=Path, help=argparse.SUPPRESS)
     return made

@@ -30,17 +30,17 @@ struct Side {
       const char* model,
       const std::string& format,
       Passes passes,
-      Result<CacheSession<C>> (
-          *make)(const std::string& backend, const CacheConfig& config),
-      int32_t capacity)
+      int32_t capacity,
+      Logits rows = Logits::proposed)
       : program(must(Program::open(model))),
-        session(must(make(
-            program.params().backend_id,
-            make_config(
-                program.params(),
-                capacity,
-                format.empty() ? program.native_format() : format)))) {
-    must(program.load(session.key(), Logits::proposed, passes));
+        session(must(
+            CacheSession<C>::make(
+                program.params().backend_id,
+                make_config(
+                    program.params(),
+                    capacity,
+                    format.empty() ? program.native_format() : format)))) {
+    must(program.load(session.key(), rows, passes));
     must(warm_up(session.cache()));
   }
 
@@ -64,14 +64,9 @@ inline int64_t token_at(int64_t position, int32_t sequence, int64_t below) {
 template <typename C>
 class Both {
  public:
-  Both(
-      const char* model,
-      const std::string& format,
-      Result<CacheSession<C>> (
-          *make)(const std::string& backend, const CacheConfig& config),
-      int32_t capacity)
-      : captured_(model, format, Passes::standard, make, capacity),
-        interpreted_(model, format, Passes::interpreted, make, capacity) {}
+  Both(const char* model, const std::string& format, int32_t capacity)
+      : captured_(model, format, Passes::standard, capacity),
+        interpreted_(model, format, Passes::interpreted, capacity) {}
 
   /// Changes the caches.
   template <typename Change>
@@ -193,16 +188,18 @@ class Both {
 /// Creates both sides and runs steps on them. Returns true if some steps were
 /// captured and logits agree: they differ by no more than rounding explains,
 /// and by at most the share `most` of the largest logit.
-template <typename Make, typename Run>
+template <typename C, typename Run>
 bool compare(
     const std::string& what,
     const Log& log,
-    const Make& make,
+    const char* model,
+    const std::string& format,
+    int32_t capacity,
     const Run& run,
     double most = 1.0) {
   // The warm-up may already have captured all steps.
   const size_t before = log.captured();
-  auto both = make();
+  Both<C> both(model, format, capacity);
   run(both);
   const Agreement& found = both.agreement();
   found.print(what.c_str());

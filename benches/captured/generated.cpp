@@ -1,5 +1,3 @@
-#include "benches/captured/generated.hpp"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +9,7 @@
 
 #include "benches/captured/agreement.hpp"
 #include "benches/captured/both.hpp"
+#include "benches/captured/comparisons.hpp"
 #include "etkv/executorch.hpp"
 
 namespace etkv::benches {
@@ -206,20 +205,20 @@ bool compare_generated(
       }
     };
   };
-  const bool sequences = compare(
+  const bool sequences = compare<SeqCache>(
       "generated operations on sequences" + of,
       log,
-      [&] {
-        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
-      },
+      model,
+      format,
+      kCapacity,
       all_seeds(run_sequences),
       most);
-  const bool trees = compare(
+  const bool trees = compare<TreeCache>(
       "generated operations on trees" + of,
       log,
-      [&] {
-        return Both<TreeCache>(model, format, make_tree_session, kCapacity);
-      },
+      model,
+      format,
+      kCapacity,
       all_seeds(run_trees),
       most);
   return sequences && trees;

@@ -23,10 +23,10 @@
 #include <vector>
 
 #include "benches/captured/agreement.hpp"
-#include "benches/captured/generated.hpp"
+#include "benches/captured/both.hpp"
+#include "benches/captured/comparisons.hpp"
 #include "benches/captured/given.hpp"
 #include "benches/captured/log.hpp"
-#include "benches/captured/shared.hpp"
 #include "benches/common.hpp"
 #include "etkv/executorch.hpp"
 #include "examples/common/clock.hpp"
@@ -43,28 +43,13 @@ using etkv::benches::Log;
 using etkv::benches::median;
 using etkv::benches::must;
 using etkv::benches::not_greatest;
-using etkv::examples::Program;
 using etkv::examples::Stopwatch;
 
-/// A program with a cache.
-struct Side {
-  Side(
-      const char* path,
-      int32_t capacity,
-      const std::string& format,
-      etkv::Passes passes,
-      etkv::Logits rows = etkv::Logits::all)
-      : program(must(Program::open(path))),
-        session(must(
-            etkv::make_decode_session(
-                program.params().backend_id,
-                etkv::make_config(
-                    program.params(),
-                    capacity,
-                    format.empty() ? program.native_format() : format)))) {
-    must(program.load(session.key(), rows, passes));
-    must(etkv::warm_up(session.cache()));
-  }
+/// A program with a contiguous cache.
+using Contiguous = etkv::benches::Side<Cache>;
+
+struct Side : Contiguous {
+  using Contiguous::Contiguous;
 
   int32_t length() const {
     return must(session.cache().length());
@@ -134,9 +119,6 @@ struct Side {
     }
     return made;
   }
-
-  Program program;
-  etkv::CacheSession<Cache> session;
 };
 
 /// Runs the same steps on both sides. Returns whether they agree.
@@ -299,7 +281,9 @@ int main(int argc, char** argv) {
   const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
   // Logging stops before steps are timed.
   auto log = std::make_unique<Log>();
-  Side captured(argv[1], capacity, format, etkv::Passes::standard);
+  using etkv::Logits;
+  using etkv::Passes;
+  Side captured(argv[1], format, Passes::standard, capacity, Logits::all);
   if (captured.is_draft() && seeds > 0) {
     std::fprintf(
         stderr,
@@ -308,19 +292,14 @@ int main(int argc, char** argv) {
     return 2;
   }
   const size_t before = log->captured();
-  Side interpreted(argv[1], capacity, format, etkv::Passes::interpreted);
+  Side interpreted(argv[1], format, Passes::interpreted, capacity, Logits::all);
   if (log->captured() > before) {
     std::fprintf(stderr, "etkv_captured: passes=interpreted captures a step\n");
     return 1;
   }
   bool agree = compare(captured, interpreted, *log, longest);
   {
-    Side last(
-        argv[1],
-        capacity,
-        format,
-        etkv::Passes::standard,
-        etkv::Logits::proposed);
+    Side last(argv[1], format, Passes::standard, capacity);
     agree = compare_rows(captured, last) && agree;
   }
   if (!captured.is_draft()) {

@@ -1,5 +1,3 @@
-#include "benches/captured/shared.hpp"
-
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -7,6 +5,7 @@
 #include <vector>
 
 #include "benches/captured/both.hpp"
+#include "benches/captured/comparisons.hpp"
 #include "etkv/executorch.hpp"
 
 namespace etkv::benches {
@@ -88,27 +87,12 @@ bool compare_shared(
     const std::string& format,
     const Log& log) {
   // Run all comparisons, even after a failure.
-  const bool sequences = compare(
-      "several sequences",
-      log,
-      [&] {
-        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
-      },
-      run_sequences);
-  const bool attached = compare(
-      "a sequence after a prefix",
-      log,
-      [&] {
-        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
-      },
-      run_attached);
-  const bool trees = compare(
-      "trees",
-      log,
-      [&] {
-        return Both<TreeCache>(model, format, make_tree_session, kCapacity);
-      },
-      run_trees);
+  const bool sequences = compare<SeqCache>(
+      "several sequences", log, model, format, kCapacity, run_sequences);
+  const bool attached = compare<SeqCache>(
+      "a sequence after a prefix", log, model, format, kCapacity, run_attached);
+  const bool trees =
+      compare<TreeCache>("trees", log, model, format, kCapacity, run_trees);
   return sequences && attached && trees;
 }
 

@@ -1,4 +1,4 @@
-// Generated operations on caches of captured programs.
+// Comparisons of captured steps with interpreted ones.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,14 @@ bool compare_generated(
     const char* model,
     const std::string& format,
     uint32_t seeds,
+    const Log& log);
+
+/// Runs steps of several sequences that share cells, and steps of trees, both
+/// captured and in the interpreter. The caches have this format (empty for the
+/// program's dtype). Returns whether steps were captured and agree.
+bool compare_shared(
+    const char* model,
+    const std::string& format,
     const Log& log);
 
 } // namespace etkv::benches
