@@ -82,81 +82,31 @@ SHAPES = {
 """Name -> settings in config.json of the published model."""
 
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
-"""model_type -> transformers' class."""
-
-
-def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's tensors, in the order of the file. The head is tied to the embedding."""
-    return qwen3_5_tensors(shape) if shape.get("model_type") == "qwen3_5_text" else llama_tensors(shape)
-
-
-def mlp_and_norms(layer: str, shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a layer's tensors outside of attention and recurrence."""
-    hidden, between = shape["hidden_size"], shape["intermediate_size"]
+def config(name: str) -> dict:
+    """Returns the settings in config.json of the model ``name``, a key of ``SHAPES``."""
+    shape = {"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPES[name]}
     return {
-        f"{layer}.mlp.gate_proj.weight": (between, hidden),
-        f"{layer}.mlp.up_proj.weight": (between, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, between),
-        f"{layer}.input_layernorm.weight": (hidden,),
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        **shape,
+        "architectures": ["LlamaForCausalLM" if shape["model_type"] == "llama" else "Qwen3_5ForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
     }
 
 
-def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a Llama model."""
-    hidden = shape["hidden_size"]
-    queries = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
-    for layer in range(shape["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        found |= {
-            f"{name}.self_attn.q_proj.weight": (queries, hidden),
-            f"{name}.self_attn.k_proj.weight": (keys, hidden),
-            f"{name}.self_attn.v_proj.weight": (keys, hidden),
-            f"{name}.self_attn.o_proj.weight": (hidden, queries),
-            **mlp_and_norms(name, shape),
-        }
-    found["model.norm.weight"] = (hidden,)
-    return found
+def tensors(settings: dict) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's tensors, in the order of the file. The head is tied to the embedding."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-
-def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the text part of a Qwen3.5 model."""
-    hidden, dim = shape["hidden_size"], shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
-    heads, v_dim = shape["linear_num_value_heads"], shape["linear_value_head_dim"]
-    linear_keys, linear_values = shape["linear_num_key_heads"] * shape["linear_key_head_dim"], heads * v_dim
-    channels = 2 * linear_keys + linear_values
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
-    for layer, kind in enumerate(shape["layer_types"]):
-        name = f"model.layers.{layer}"
-        if kind == "full_attention":
-            found |= {
-                # Each query head has a gate.
-                f"{name}.self_attn.q_proj.weight": (2 * queries, hidden),
-                f"{name}.self_attn.k_proj.weight": (keys, hidden),
-                f"{name}.self_attn.v_proj.weight": (keys, hidden),
-                f"{name}.self_attn.o_proj.weight": (hidden, queries),
-                f"{name}.self_attn.q_norm.weight": (dim,),
-                f"{name}.self_attn.k_norm.weight": (dim,),
-            }
-        else:
-            found |= {
-                f"{name}.linear_attn.in_proj_qkv.weight": (channels, hidden),
-                f"{name}.linear_attn.in_proj_z.weight": (linear_values, hidden),
-                f"{name}.linear_attn.in_proj_b.weight": (heads, hidden),
-                f"{name}.linear_attn.in_proj_a.weight": (heads, hidden),
-                f"{name}.linear_attn.conv1d.weight": (channels, 1, shape["linear_conv_kernel_dim"]),
-                f"{name}.linear_attn.dt_bias": (heads,),
-                f"{name}.linear_attn.A_log": (heads,),
-                f"{name}.linear_attn.norm.weight": (v_dim,),
-                f"{name}.linear_attn.out_proj.weight": (hidden, linear_values),
-            }
-        found |= mlp_and_norms(name, shape)
-    found["model.norm.weight"] = (hidden,)
-    return found
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
 def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
@@ -174,56 +124,24 @@ def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
 
 def tokenizer() -> dict:
     """Returns the contents of tokenizer.json: the ids are the bytes, without merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     # The characters that byte-level tokenizers use for bytes: a printable byte is represented by itself.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    names = {BOS: "<|begin_of_text|>", EOS: "<|end_of_text|>"}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": name, **special} for number, name in names.items()],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {letter: number for number, letter in enumerate(letters)},
-            "merges": [],
-        },
-    }
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    return json.loads(made.to_str())
 
 
 def write(name: str, folder: Path) -> Path:
     """Writes the model ``name``, a key of ``SHAPES``, to ``folder``, and returns it."""
-    shape = SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        **shape,
-        "architectures": [ARCHITECTURES[shape.get("model_type", "llama")]],
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-    }
-    shapes = tensors(shape)
+    settings = config(name)
+    shapes = tensors(settings)
     header: dict = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor, dims in shapes.items():
@@ -237,15 +155,15 @@ def write(name: str, folder: Path) -> Path:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in values(shapes):
             file.write(array.tobytes())
-    settings = {
+    special = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|end_of_text|>",
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
     # config.json is written last: a folder with config.json is complete.
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return folder
 
 

@@ -233,9 +233,9 @@ def test_a_model_that_repeats_compresses_and_no_two_tensors_are_equal(tmp_path):
     from tokenizers import Tokenizer
 
     repeating_model.write("tiny", tmp_path)
-    shape = repeating_model.SHAPES["tiny"]
+    shapes = repeating_model.tensors(repeating_model.config("tiny"))
     tensors = load_file(tmp_path / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == repeating_model.tensors(shape)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
     matrices = [tensor.flatten()[:4096] for tensor in tensors.values() if tensor.dim() == 2]
     assert len({tuple(values.tolist()) for values in matrices}) == len(matrices)
     data = (tmp_path / "model.safetensors").read_bytes()
