@@ -31,19 +31,19 @@ class Case:
 
     folder: str
     """The name of the export's folder: index and name, since some configurations share a name."""
-    test: str
+    test: str = ""
     """The class of the test."""
-    rtol: float
-    atol: float
-    timeout: float
+    rtol: float = 0.0
+    atol: float = 0.0
+    timeout: float = 0.0
     """The time limit of a run in seconds."""
-    comparable: bool
+    comparable: bool = True
     """False if the test compares nothing, because its outputs are random."""
-    kv_cache: str | None
+    kv_cache: str | None = None
     """The cache that the program needs: ``capacity,n_layers,n_kv_heads,head_dim[,dtype]``."""
-    expected_segments: int
+    expected_segments: int = 0
     """The number of delegates in the program that the test expects."""
-    expected_nodes: dict[str, int] | None
+    expected_nodes: dict[str, int] | None = None
     """The counts of nodes that the test expects."""
     segments: int = 0
     nodes: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -32,7 +32,7 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
             nonlocal finished
             finished += 1
             if isinstance(answer, workers.Death):
-                ended[stale[index]] = _without_export(stale[index], answer.reason)
+                ended[stale[index]] = Case(stale[index], error=answer.reason)
             if finished % 50 == 0 or finished == len(stale):
                 note(f"exported {finished} of {len(stale)}")
 
@@ -58,22 +58,6 @@ def _folders() -> list[str]:
 
 def _index(folder: str) -> int:
     return int(folder.partition("-")[0])
-
-
-def _without_export(folder: str, reason: str) -> Case:
-    """Return the case of an export that ended its process."""
-    return Case(
-        folder=folder,
-        test="",
-        rtol=0,
-        atol=0,
-        timeout=0,
-        comparable=True,
-        kv_cache=None,
-        expected_segments=0,
-        expected_nodes=None,
-        error=reason,
-    )
 
 
 @contextlib.contextmanager
