@@ -15,19 +15,14 @@ NAME = f"operation {TO_COME}"
 def write(path: Path) -> Path:
     """Write a program that has the operation twice."""
     import torch
-    from executorch.exir import to_edge_transform_and_lower
 
-    from etkv import _mlx_serialization
-
-    _mlx_serialization.ensure_available()
-    from executorch.backends.mlx import MLXPartitioner
+    import mlx_programs
 
     class Model(torch.nn.Module):
         def forward(self, x):
             return torch.tanh(torch.tanh(x))
 
-    traced = torch.export.export(Model(), (torch.ones(3),))
-    program = to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer
+    program = mlx_programs.write(Model(), (torch.ones(3),), path).read_bytes()
     places = [place for place, byte in enumerate(program) if byte == TANH and _is_operation(program, place, path)]
     assert len(places) == 2
     path.write_bytes(_changed(program, places))

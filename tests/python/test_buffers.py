@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import etkv
-from etkv import _mlx_serialization
+import mlx_programs
 
 WIDTH, PLACES = 3, 4
 
@@ -29,15 +29,8 @@ class Ring(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    _mlx_serialization.ensure_available()
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
-
-    traced = torch.export.export(Ring(), (torch.ones(1, WIDTH), torch.tensor([0])), strict=True)
-    edge = exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()])
     path = tmp_path_factory.mktemp("buffers") / "ring.pte"
-    path.write_bytes(edge.to_executorch().buffer)
-    return path
+    return mlx_programs.write(Ring(), (torch.ones(1, WIDTH), torch.tensor([0])), path, strict=True)
 
 
 def execute(loaded: etkv.Program, x: torch.Tensor, place: int) -> list[torch.Tensor]:
@@ -76,11 +69,6 @@ def test_an_index_beyond_the_end_changes_nothing(program):
 
 
 def test_a_program_without_buffers_has_none_to_reset(tmp_path):
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner
-
-    traced = torch.export.export(torch.nn.Tanh(), (torch.ones(2),), strict=True)
-    path = tmp_path / "tanh.pte"
-    path.write_bytes(exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer)
+    path = mlx_programs.write(torch.nn.Tanh(), (torch.ones(2),), tmp_path / "tanh.pte")
     with etkv.load(path, None) as loaded, pytest.raises(etkv.EtkvError, match="no loaded program keeps buffers"):
         loaded.reset_buffers()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from etkv import _mlx_serialization, describe_program, load
 from etkv.errors import EtkvError
+from mlx_programs import write
 from reference import EVERYTHING
 
 pytestmark = pytest.mark.long
@@ -38,21 +39,6 @@ class Function(torch.nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(*inputs)
-
-
-def export(model: torch.nn.Module, inputs: Sequence[Tensor], path: Path, dynamic: Any = None) -> Path:
-    """Write a program that is one MLX delegate."""
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
-
-    traced = torch.export.export(model, tuple(inputs), dynamic_shapes=dynamic, strict=False)
-    program = exir.to_edge_transform_and_lower(
-        traced,
-        partitioner=[MLXPartitioner()],
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-    ).to_executorch()
-    path.write_bytes(program.buffer)
-    return path
 
 
 def outputs(path: Path, *inputs: Tensor) -> list[Tensor]:
@@ -100,7 +86,7 @@ def test_values_become_codes(shape, dtype, tmp_path):
     # Include values on each boundary and beyond all boundaries.
     edges = torch.cat([limits, torch.tensor([-torch.inf, torch.inf, 0.0]).to(dtype)])
     values.view(-1)[: edges.numel()] = edges[: values.numel()]
-    path = export(Function(codes), (values, limits), tmp_path / "codes.pte")
+    path = write(Function(codes), (values, limits), tmp_path / "codes.pte")
     (found,) = outputs(path, values, limits)
     assert found.dtype == torch.uint8
     assert torch.equal(found, codes(values, limits))
@@ -115,7 +101,7 @@ def test_codes_become_values(shape, dtype, tmp_path):
 
     codes = np.random.default_rng(0).integers(0, 256, [*shape[:-1], shape[-1] // 2], np.uint8)
     inputs = torch.from_numpy(codes), numbers(*shape[:-1], 1, dtype=dtype), numbers(16, dtype=dtype, seed=1)
-    path = export(Function(values), inputs, tmp_path / "values.pte")
+    path = write(Function(values), inputs, tmp_path / "values.pte")
     (found,) = outputs(path, *inputs)
     assert found.dtype == dtype
     assert torch.equal(found, values(*inputs))
@@ -129,7 +115,7 @@ def test_norms(shape, dtype, tmp_path):
         return torch.ops.mlx.tq_norm(x)
 
     x = numbers(*shape, dtype=dtype)
-    path = export(Function(norms), (x,), tmp_path / "norms.pte")
+    path = write(Function(norms), (x,), tmp_path / "norms.pte")
     (found,) = outputs(path, x)
     assert found.dtype == dtype
     check_close(found, norms(x.float()), 4 if dtype == F32 else 1.01)
@@ -148,7 +134,7 @@ def test_a_kernel_for_any_number_of_tokens(tmp_path):
         return torch.ops.mlx.tq_dequant(codes, norms, centroids)
 
     tokens = torch.export.Dim("tokens", min=1, max=64)
-    path = export(Function(there_and_back), (numbers(1, 3, 64),), tmp_path / "any.pte", (({1: tokens},),))
+    path = write(Function(there_and_back), (numbers(1, 3, 64),), tmp_path / "any.pte", dynamic_shapes=(({1: tokens},),))
     for n in (1, 3, 64):
         x = numbers(1, n, 64, seed=n)
         (found,) = outputs(path, x)
@@ -205,7 +191,7 @@ def test_linear_layers_of_gguf(ggml_type, case, direct, tmp_path):
     leading, n, features, dtype, bias = case
     model = linear(ggml_type, n, features, dtype, bias)
     x = numbers(*leading, features, dtype=dtype)
-    path = export(model, (x,), tmp_path / "linear.pte")
+    path = write(model, (x,), tmp_path / "linear.pte")
     (found,) = outputs(path, x)
     assert found.dtype == dtype
     wide = model.weight.dequantize(F32)
@@ -218,7 +204,7 @@ def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
     """The exporter writes a choice of two kernels if the number of rows is dynamic."""
     model = linear(ggml_type, 40, 256, BF16, bias=True)
     tokens = torch.export.Dim("tokens", min=1, max=64)
-    path = export(model, (numbers(1, 3, 256, dtype=BF16),), tmp_path / "linear.pte", ({1: tokens},))
+    path = write(model, (numbers(1, 3, 256, dtype=BF16),), tmp_path / "linear.pte", dynamic_shapes=({1: tokens},))
     name = f"gguf_{ggml_type.replace('_', '')}".encode()
     assert all(name + form in path.read_bytes() for form in (b"_matvec", b"_matmul"))
     wide = model.weight.dequantize(F32)
@@ -237,7 +223,7 @@ def test_mlx_s_own_packed_weights_take_rows_of_any_shape(direct, monkeypatch, tm
     found = []
     for shape in ([1, 6], [6], [2, 3]):
         model = linear("q4_k", 40, 512, BF16, bias=False)
-        path = export(model, (x.reshape(*shape, 512),), tmp_path / "packed.pte")
+        path = write(model, (x.reshape(*shape, 512),), tmp_path / "packed.pte")
         assert b"gguf_q4k_mat" not in path.read_bytes()
         found += outputs(path, x.reshape(*shape, 512))
         assert found[-1].shape == (*shape, 40)
@@ -250,7 +236,7 @@ def test_rows_of_gguf(ggml_type, dtype, direct, tmp_path):
     model = torch.nn.Embedding(45, 512)
     model.weight = torch.nn.Parameter(weight(ggml_type, 45, 512, dtype), requires_grad=False)
     tokens = torch.export.Dim("tokens", min=1, max=64)
-    path = export(model, (torch.arange(6).reshape(2, 3),), tmp_path / "rows.pte", ({1: tokens},))
+    path = write(model, (torch.arange(6).reshape(2, 3),), tmp_path / "rows.pte", dynamic_shapes=({1: tokens},))
     wide = model.weight.dequantize(F32)
     for ids in ([[44], [0]], [[3, 3, 44, 1], [0, 9, 12, 13]]):
         (found,) = outputs(path, torch.tensor(ids))
@@ -289,7 +275,7 @@ def test_the_gated_delta_rule(sizes, tmp_path):
     model = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
     tokens = torch.export.Dim("tokens", min=1, max=256)
     inputs = delta_inputs(batch, 3, *sizes, seed=0)
-    path = export(model, inputs, tmp_path / "delta.pte", ({1: tokens},) * 5)
+    path = write(model, inputs, tmp_path / "delta.pte", dynamic_shapes=({1: tokens},) * 5)
     eager = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
     with load(path, None) as program:
         # Each step continues from the state of the step before.
@@ -304,7 +290,7 @@ def test_the_gated_delta_rule_in_half_precision(dtype, tmp_path):
     import executorch.backends.mlx.custom_kernel_ops.gated_delta_rule  # noqa: F401
 
     inputs = [array.to(dtype) for array in delta_inputs(1, 40, 2, 4, 32, 16, seed=0)]
-    path = export(GatedDelta(torch.zeros(1, 4, 16, 32, dtype=dtype)), inputs, tmp_path / "delta.pte")
+    path = write(GatedDelta(torch.zeros(1, 4, 16, 32, dtype=dtype)), inputs, tmp_path / "delta.pte")
     (found,) = outputs(path, *inputs)
     assert found.dtype == dtype
     # As in the kernel, the state stays in float32 until the last token.
@@ -318,7 +304,7 @@ def test_the_gated_delta_rule_in_half_precision(dtype, tmp_path):
 def test_a_kernel_is_described_without_its_source(tmp_path):
     import executorch.backends.mlx.custom_kernel_ops.tq_norm  # noqa: F401
 
-    path = export(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
+    path = write(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
     described = describe_program(path)
     assert described["refused"] is None
     (fields,) = [node["fields"] for node in described["instructions"] if node["operation"] == "MetalKernel"]
@@ -334,7 +320,7 @@ def test_a_kernel_is_described_without_its_source(tmp_path):
 def test_another_kernel_is_refused_by_name(tmp_path):
     import executorch.backends.mlx.custom_kernel_ops.tq_norm as tq_norm
 
-    path = export(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
+    path = write(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
     data = path.read_bytes()
     assert data.count(b"\0tq_norm\0") == 1, tq_norm.__name__
     path.write_bytes(data.replace(b"\0tq_norm\0", b"\0tq_morn\0"))

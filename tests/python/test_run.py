@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import mlx_programs
 import op_program
 import reference
-from etkv import CacheConfig, LayerConfig, _mlx_serialization
+from etkv import CacheConfig, LayerConfig
 from runners import FAILED, MISUSED, refused, runner
 
 DTYPES = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bfloat16, torch.bool, torch.uint8)
@@ -32,22 +33,6 @@ class Number(torch.nn.Module):
         return x + x, n
 
 
-def lowered(module: torch.nn.Module, inputs: tuple, path: Path, *, delegated: bool = True, **options) -> Path:
-    """Write the program of ``module`` to ``path``."""
-    _mlx_serialization.ensure_available()
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner
-
-    traced = torch.export.export(module, inputs, strict=False, **options)
-    program = exir.to_edge_transform_and_lower(
-        traced,
-        partitioner=[MLXPartitioner()] if delegated else [],
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-    )
-    path.write_bytes(program.to_executorch().buffer)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("run")
@@ -57,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 def every(folder) -> Path:
     example = tuple(torch.zeros(2, 4).to(dtype) for dtype in DTYPES)
     rows = torch.export.Dim("rows", min=1, max=8)
-    return lowered(Every(), example, folder / "every.pte", dynamic_shapes=(({0: rows},) * len(DTYPES),))
+    return mlx_programs.write(Every(), example, folder / "every.pte", dynamic_shapes=(({0: rows},) * len(DTYPES),))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +122,7 @@ def test_a_kv_cache(attention, tmp_path, spec, atol):
 
 
 def test_integers_are_tensors_of_rank_0(folder, tmp_path):
-    program = lowered(Number(), (torch.zeros(3), 7), folder / "number.pte", delegated=False)
+    program = mlx_programs.write(Number(), (torch.zeros(3), 7), folder / "number.pte", delegated=False)
     x = torch.arange(3.0)
     doubled, number = run(program, tmp_path, [x, torch.tensor(7)])
     assert torch.equal(doubled, x + x)

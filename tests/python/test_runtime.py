@@ -17,8 +17,9 @@ import torch
 
 import cpu_programs
 import etkv
+import mlx_programs
 import reference
-from etkv import _capi, _device, _library, _mlx_serialization
+from etkv import _capi, _device, _library
 from reference import PROMPT, Variant, config
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -46,13 +47,6 @@ def test_logits_are_those_of_transformers(llama, expected, kind):
         rows = [run(program, PROMPT[:4]), run(program, PROMPT[4:6], 4), run(program, PROMPT[6:], 6)]
         np.testing.assert_allclose(np.concatenate(rows), expected, atol=2e-4)
         assert session.length == len(PROMPT)
-
-
-def test_the_last_row_only(llama, session, expected):
-    with etkv.load(llama.path, session, logits="last") as program:
-        rows = run(program, PROMPT)
-        assert rows.shape == (1, expected.shape[1])
-        np.testing.assert_allclose(rows[0], expected[-1], atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
@@ -251,29 +245,17 @@ def test_a_bad_step_changes_nothing(llama, session, expected, ids, positions, er
 
 def test_rows_without_a_session(tmp_path):
     """``logits`` is checked and applied even without a cache."""
-    path = cacheless(tmp_path / "x.pte")
+    path = mlx_programs.write(
+        torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16)),
+        (torch.zeros((1, 3), dtype=torch.long),),
+        tmp_path / "x.pte",
+        dynamic_shapes=({1: torch.export.Dim("tokens", min=1, max=8)},),
+    )
     with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last, proposed"):
         etkv.load(path, None, logits="some")
     for logits, rows in (("all", 5), ("last", 1), ("proposed", 1)):
         with etkv.load(path, None, logits=logits) as program:
             assert program.execute(torch.arange(5).reshape(1, 5))[0].shape == (1, rows, 16)
-
-
-def cacheless(path: Path) -> Path:
-    """Write a program without attention, from ids [1, T] to logits [1, T, 16], to ``path``."""
-    _mlx_serialization.ensure_available()
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
-
-    traced = torch.export.export(
-        torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16)),
-        (torch.zeros((1, 3), dtype=torch.long),),
-        dynamic_shapes=({1: torch.export.Dim("tokens", min=1, max=8)},),
-        strict=True,
-    )
-    lowered = exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()])
-    path.write_bytes(lowered.to_executorch().buffer)
-    return path
 
 
 def test_no_session_overrides_the_block(llama, session):
@@ -289,11 +271,6 @@ def test_no_session_overrides_the_block(llama, session):
         assert session.length == len(PROMPT)
 
 
-def test_without_a_session(llama):
-    with etkv.load(llama.path, None) as program, pytest.raises(etkv.NoCacheError, match="loaded without one"):
-        run(program, PROMPT)
-
-
 def test_after_close(llama):
     session = etkv.DecodeSession(config(llama))
     program = etkv.load(llama.path, session)
@@ -302,8 +279,15 @@ def test_after_close(llama):
         run(program, PROMPT)
     program.close()
     program.close()
-    with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
-        run(program, PROMPT)
+    for use in (
+        lambda: run(program, PROMPT),
+        lambda: program.metadata,
+        lambda: program.eos_token_ids,
+        lambda: program.method_names,
+        lambda: etkv.generate_tokens(program, PROMPT),
+    ):
+        with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
+            use()
     with pytest.raises(etkv.EtkvError, match="closed"):
         etkv.load(llama.path, session)
 
@@ -487,19 +471,6 @@ def test_arrays_however_they_lie_in_memory(llama, session, expected):
                 warnings.simplefilter("error")
                 rows = program.forward(ids, np.arange(len(PROMPT)))
             np.testing.assert_allclose(rows, expected, atol=2e-4)
-
-
-def test_a_closed_program_refuses_questions(llama, session):
-    program = etkv.load(llama.path, session)
-    program.close()
-    for use in (
-        lambda: program.metadata,
-        lambda: program.eos_token_ids,
-        lambda: program.method_names,
-        lambda: etkv.generate_tokens(program, PROMPT),
-    ):
-        with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
-            use()
 
 
 def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
