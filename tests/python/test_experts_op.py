@@ -83,15 +83,17 @@ def test_weights_come_back(fmt):
         step = matrix.unflatten(1, (-1, fmt.group_size)).abs().amax(dim=2, keepdim=True) / fmt.offset
         errors = (plain[:40] - matrix).unflatten(1, (-1, fmt.group_size)).abs()
         assert bool((errors <= 1.01 * step + fmt.offset * step / 256).all())
-        assert float((errors / step).mean()) < 0.5
+        assert float((errors / step).mean()) < 0.3
 
 
-def test_zeros_and_what_is_not_finite():
-    fmt = WeightFormat("int4", 32)
-    assert not fmt.unpack(fmt.pack(torch.zeros(16, 32))).any()
+@pytest.mark.parametrize("fmt", FORMATS[2:], ids=str)
+def test_zeros_and_what_is_not_finite(fmt):
+    matrix = torch.zeros(16, 128)
+    assert not fmt.unpack(fmt.pack(matrix)).any()
     for bad in (math.inf, math.nan):
+        matrix[3, 5] = bad
         with pytest.raises(ValueError, match="not finite"):
-            fmt.pack(torch.full((16, 32), bad))
+            fmt.pack(matrix)
 
 
 @pytest.mark.parametrize(

@@ -23,40 +23,11 @@ def config(**changes) -> etkv.CacheConfig:
     return etkv.CacheConfig(**{"layers": LAYERS, "capacity": 100, **changes})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", ["f32", "row-int4"])
-def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
-    tiny = reference.program(Variant("tiny-llama"))
-    facts = etkv.read_kv_cache_metadata(tiny.path)
-    stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
-    path = tmp_path / "a cache.safetensors"
-
-    def step(program, ids, start):
-        return program.forward(ids, list(range(start, start + len(ids))))
-
-    with (
-        kind(stored, backend=facts.backend) as session,
-        kind(stored, backend=facts.backend) as other,
-        etkv.load(tiny.path, session) as program,
-        etkv.load(tiny.path, other) as second,
-    ):
-        step(program, PROMPT[:4], 0)
-        model = etkv.fingerprint(tiny.path)
-        session.save(path, tokens=PROMPT[:4], fingerprint=model)
-        assert other.load(path, fingerprint=model) == PROMPT[:4]
-        assert other.length == 4
-        for at in range(4, len(PROMPT)):
-            rows = [step(one, PROMPT[at : at + 1], at) for one in (program, second)]
-            np.testing.assert_array_equal(*rows)
-
-
 @pytest.mark.parametrize("kind", [etkv.SeqSession, etkv.TreeSession])
 @pytest.mark.parametrize("format", ["f32", "row-int4"])
 def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_path):
-    """The test runs on MLX and on the CPU, the backends of the programs."""
     tiny = reference.program(Variant("tiny-llama"))
-    facts = etkv.read_kv_cache_metadata(tiny.path)
-    stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
+    stored = reference.config(tiny, k_format=format, v_format=format)
     path = tmp_path / "a sequence.safetensors"
 
     def step(session, program, sequence, ids):
@@ -65,8 +36,8 @@ def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_p
         return program.forward(ids, list(range(start, start + len(ids))))
 
     with (
-        kind(stored, backend=facts.backend) as session,
-        etkv.SeqSession(stored, backend=facts.backend) as other,
+        kind(stored) as session,
+        etkv.SeqSession(stored) as other,
         etkv.load(tiny.path, session) as program,
         etkv.load(tiny.path, other) as second,
     ):
@@ -186,11 +157,10 @@ def test_token_ids_are_bounded_before_memory_is_taken(kind, tmp_path):
 def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
     store = etkv.PrefixStore(tmp_path / "store", 1 << 40)
     tiny = reference.program(Variant("tiny-llama"))
-    facts = etkv.read_kv_cache_metadata(tiny.path)
     text = [(7 * number) % 250 for number in range(80)]
 
     def session(capacity: int) -> etkv.DecodeSession:
-        return etkv.DecodeSession(etkv.CacheConfig(facts.layers, capacity), backend=facts.backend)
+        return etkv.DecodeSession(reference.config(tiny, capacity))
 
     with session(100) as written, etkv.load(tiny.path, written) as program:
         for begin in range(0, 80, 40):

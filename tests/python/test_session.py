@@ -22,6 +22,10 @@ def config(**changes) -> CacheConfig:
     return CacheConfig(**{"layers": LAYERS, "capacity": 100, **changes})
 
 
+UPFRONT = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
+"""A config of caches that allocate everything at once."""
+
+
 @pytest.mark.parametrize(("session_class", "kind"), KINDS)
 def test_the_face_that_all_have(session_class, kind):
     with session_class(config(k_format="affine4g32", v_format="f32")) as session:
@@ -153,9 +157,8 @@ def test_estimates_are_those_of_the_cache():
 
 
 def test_the_memory_callback_frees_what_another_cache_needs(caplog):
-    upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
-    needed = etkv.estimate(upfront, 1000).allocated
-    spare, asked = [DecodeSession(upfront)], []
+    needed = etkv.estimate(UPFRONT, 1000).allocated
+    spare, asked = [DecodeSession(UPFRONT)], []
 
     def free(lacking):
         asked.append(lacking)
@@ -167,7 +170,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
     try:
         etkv.set_memory_budget(etkv.memory_budget().held)
         etkv.set_memory_callback(free)
-        with DecodeSession(upfront) as session:
+        with DecodeSession(UPFRONT) as session:
             assert (asked, spare) == ([needed], [])
             report = etkv.process_report()["memory"]
             assert (report["limit"], report["free"]) == (report["held"], 0)
@@ -176,12 +179,12 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
             ).items()
             # There is no other cache any more, so the callback raises, and the exception is logged.
             with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more"):
-                DecodeSession(upfront)
+                DecodeSession(UPFRONT)
             assert len(asked) == 2
             assert "the memory callback failed" in caplog.text
             etkv.set_memory_callback(None)
             with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more"):
-                DecodeSession(upfront)
+                DecodeSession(UPFRONT)
             assert len(asked) == 2
     finally:
         etkv.set_memory_callback(None)
@@ -190,7 +193,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
 
 def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
     """The library already has the new callback, and may call it."""
-    upfront, asked = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront"), []
+    asked = []
 
     def interrupted(*arguments):
         call(*arguments)
@@ -202,10 +205,10 @@ def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
             patch.setattr(cache, "call", interrupted)
             etkv.set_memory_callback(asked.append)
         gc.collect()
-        with DecodeSession(upfront):
+        with DecodeSession(UPFRONT):
             etkv.set_memory_budget(etkv.memory_budget().held)
             with pytest.raises(etkv.EtkvError, match="memory budget"):
-                DecodeSession(upfront)
+                DecodeSession(UPFRONT)
         assert len(asked) == 1
     finally:
         etkv.set_memory_callback(None)
@@ -213,20 +216,19 @@ def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
 
 
 def test_allocations_beyond_the_memory_budget_are_refused():
-    upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
-    needed = etkv.estimate(upfront, 1000).allocated
+    needed = etkv.estimate(UPFRONT, 1000).allocated
     before = etkv.memory_budget()
     assert before.limit is None
     try:
         etkv.set_memory_budget(before.held + needed)
-        with DecodeSession(upfront):
+        with DecodeSession(UPFRONT):
             found = etkv.memory_budget()
             assert (found.held, found.n_caches) == (before.held + needed, before.n_caches + 1)
             assert found.peak >= found.held
             with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more") as refused:
-                DecodeSession(upfront)
+                DecodeSession(UPFRONT)
             assert refused.value.status == etkv.Status.BACKEND
-        with DecodeSession(upfront):
+        with DecodeSession(UPFRONT):
             pass
         with pytest.raises(etkv.EtkvError, match="limit is 0, expected 1 to"):
             etkv.set_memory_budget(0)
