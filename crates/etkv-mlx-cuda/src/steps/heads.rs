@@ -12,7 +12,7 @@ use etkv_mlx_program::ir::{Graph, Int, Op, Out, Value};
 use etkv_mlx_program::passes;
 
 /// The axis of features in `[1, T, features]`, counted from either end.
-const FEATURES: [i32; 2] = [-1, 2];
+pub const FEATURES: [i32; 2] = [-1, 2];
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
 /// The axis of a head's elements, likewise.
@@ -80,6 +80,7 @@ impl HeadsProducts {
 }
 
 /// A piece of a product, and the operations on it before attention.
+#[derive(Default)]
 struct PieceTrace {
     split: usize,
     /// The index of the piece in the outputs of the split.
@@ -214,23 +215,22 @@ impl<'a> Finder<'a> {
 
     /// Traces a value that attention reads back to the output of a split.
     fn trace(&self, mut value: Value) -> Option<PieceTrace> {
-        let (mut head_dim, mut norm, mut out_dtype, mut rotation) = (None, None, None, None);
-        let (mut rotated, mut is_swapped, mut between) = (None, false, Vec::new());
+        let (mut found, mut out_dtype, mut is_swapped) = (PieceTrace::default(), None, false);
         loop {
             let (index, op, out) = self.maker(value)?;
             value = match *op {
                 Op::Rotary { x, offsets, periods, dtype }
-                    if between.is_empty() && self.positions.contains(&offsets) =>
+                    if found.between.is_empty() && self.positions.contains(&offsets) =>
                 {
-                    rotation = Some((periods, dtype));
+                    found.rotation = Some((periods, dtype));
                     x
                 }
-                Op::Concatenate { ref tensors, axis } if between.is_empty() => {
-                    let found = self.rotated_part(tensors, axis)?;
-                    rotation = Some(found.rotation);
-                    rotated = Some(found.rotated);
-                    between.extend(found.between);
-                    found.x
+                Op::Concatenate { ref tensors, axis } if found.between.is_empty() => {
+                    let part = self.rotated_part(tensors, axis)?;
+                    found.rotation = Some(part.rotation);
+                    found.rotated = Some(part.rotated);
+                    found.between.extend(part.between);
+                    part.x
                 }
                 // The norm is over the elements of a head, so the order of heads and tokens does not matter.
                 Op::Transpose { x, ref perm } if perm[..] == SWAPPED && !is_swapped => {
@@ -238,41 +238,35 @@ impl<'a> Finder<'a> {
                     x
                 }
                 Op::AsType { x, dtype }
-                    if norm.is_none() && out_dtype.is_none() && self.is_norm(x) =>
+                    if found.norm.is_none() && out_dtype.is_none() && self.is_norm(x) =>
                 {
                     out_dtype = Some(dtype);
                     x
                 }
-                Op::RmsNorm { x, weight, eps } if norm.is_none() && head_dim.is_none() => {
-                    norm = Some(RowNorm { weight, eps, out_dtype });
+                Op::RmsNorm { x, weight, eps }
+                    if found.norm.is_none() && found.head_dim.is_none() =>
+                {
+                    found.norm = Some(RowNorm { weight, eps, out_dtype });
                     x
                 }
-                Op::Reshape { x, ref shape } if is_swapped && head_dim.is_none() => {
-                    head_dim = Some(head_dim_of(shape)?);
+                Op::Reshape { x, ref shape } if is_swapped && found.head_dim.is_none() => {
+                    found.head_dim = Some(head_dim_of(shape)?);
                     x
                 }
                 Op::ReshapeTranspose { x, ref shape, ref perm }
-                    if !is_swapped && head_dim.is_none() && perm[..] == SWAPPED =>
+                    if !is_swapped && found.head_dim.is_none() && perm[..] == SWAPPED =>
                 {
-                    head_dim = Some(head_dim_of(shape)?);
+                    found.head_dim = Some(head_dim_of(shape)?);
                     x
                 }
-                Op::Split { .. } if is_swapped <= head_dim.is_some() => {
-                    let piece = out.tensors().position(|piece| piece == value)?;
-                    let split = index;
-                    return Some(PieceTrace {
-                        split,
-                        piece,
-                        head_dim,
-                        norm,
-                        rotation,
-                        rotated,
-                        between,
-                    });
+                Op::Split { .. } if is_swapped <= found.head_dim.is_some() => {
+                    found.piece = out.tensors().position(|piece| piece == value)?;
+                    found.split = index;
+                    return Some(found);
                 }
                 _ => return None,
             };
-            between.push(index);
+            found.between.push(index);
         }
     }
 }

@@ -20,8 +20,9 @@ mod plan;
 mod pools;
 mod recipe;
 mod rows;
+#[cfg(test)]
+mod testing;
 
-use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -279,12 +280,7 @@ impl CapturedSteps {
             // such a value, or stores its codes.
             return declined(step, "logits are not finite");
         }
-        let (hidden, width) = match wanted {
-            RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
-                self.planner.side_by_side(&self.recipe, outputs.tapped, n)
-            }
-            RequestedOutputs::ArgmaxIds => (Cow::Borrowed(&[][..]), 0),
-        };
+        let hidden;
         let made = match wanted {
             RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
                 let rows = if wanted == RequestedOutputs::LastLogits { 1 } else { n };
@@ -292,6 +288,8 @@ impl CapturedSteps {
                 let vocabulary = self.planner.vocabulary;
                 let bytes = rows * vocabulary * item_size(self.planner.dtype);
                 let logits = (&outputs.logits[..bytes], shape(rows, vocabulary));
+                let width;
+                (hidden, width) = self.planner.side_by_side(&self.recipe, outputs.tapped, n);
                 StepOutputs::Logits(logits, (width > 0).then(|| (&*hidden, shape(n, width))))
             }
             RequestedOutputs::ArgmaxIds => StepOutputs::ArgmaxIds(chosen),

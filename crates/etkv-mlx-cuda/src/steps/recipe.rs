@@ -10,7 +10,7 @@ use std::fmt;
 use etkv_cuda::Gate;
 use mlx_rs::Dtype;
 
-use super::heads::{HeadsProducts, LayerHeads, RowNorm};
+use super::heads::{HeadsProducts, LayerHeads, RowNorm, FEATURES};
 use super::packed::{self, PackedConstants, PackedWeights};
 use etkv_mlx_program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
 use etkv_mlx_program::passes;
@@ -91,6 +91,13 @@ pub struct Product {
     /// The layer's heads, if the features are heads.
     pub heads: Option<LayerHeads>,
     pub out: usize,
+}
+
+impl Product {
+    /// Returns a product without operations around it.
+    pub fn plain(x: usize, weight: Weight, out: usize) -> Self {
+        Self { x, weight, bias: None, norm: None, gate: None, residual: None, heads: None, out }
+    }
 }
 
 /// Normalizes `x` and adds the residual. `next` is a norm of the sum, and the buffer of its result.
@@ -347,24 +354,25 @@ impl Reader<'_> {
         }
     }
 
+    /// Returns a product that has no buffer yet.
+    fn product(
+        &self,
+        x: Value,
+        (weight, transposed): (Value, bool),
+        bias: Option<Value>,
+        norm: Option<Norm>,
+    ) -> Option<Product> {
+        let plain = Product::plain(self.buffer(x)?, self.weight(weight, transposed)?, 0);
+        Some(Product { bias: self.optional(bias)?, norm: self.norm(norm)?, ..plain })
+    }
+
     fn read_product(&mut self, op: &Op, out: Value, index: usize) -> Option<()> {
         let product = match *op {
             Op::UpdateAndAttend { .. } => return self.read_attention(op, out),
-            Op::Linear { x, weight, bias, transposed } => Product {
-                x: self.buffer(x)?,
-                weight: self.weight(weight, transposed)?,
-                bias: self.optional(bias)?,
-                norm: None,
-                gate: None,
-                residual: None,
-                heads: None,
-                out: 0,
-            },
+            Op::Linear { x, weight, bias, transposed } => {
+                self.product(x, (weight, transposed), bias, None)?
+            }
             Op::LinearBlock { x, weight, bias, transposed, norm, gate, residual } => Product {
-                x: self.buffer(x)?,
-                weight: self.weight(weight, transposed)?,
-                bias: self.optional(bias)?,
-                norm: self.norm(norm)?,
                 gate: match gate {
                     None => None,
                     Some(function) => Some(gate_of(function)?),
@@ -373,8 +381,7 @@ impl Reader<'_> {
                     None => None,
                     Some(residual) => Some(self.buffer(residual)?),
                 },
-                heads: None,
-                out: 0,
+                ..self.product(x, (weight, transposed), bias, norm)?
             },
             _ => return None,
         };
@@ -395,7 +402,7 @@ impl Reader<'_> {
 
     /// Reads a product of heads. The attention that reads its outputs determines the layer.
     fn read_layer(&mut self, op: &Op, out: Out, index: usize) -> Option<()> {
-        let Op::LinearHeads { x, weight, bias, transposed, norm, heads } = op else {
+        let &Op::LinearHeads { x, weight, bias, transposed, norm, ref heads } = op else {
             return None;
         };
         let pieces: Vec<Value> = out.tensors().collect();
@@ -426,17 +433,9 @@ impl Reader<'_> {
         let (q_norm, k_norm) = (None, None);
         let rotated = head_dim;
         let heads = LayerHeads { layer, n_q, n_kv, head_dim, rotation, rotated, q_norm, k_norm };
-        let product = Product {
-            x: self.buffer(*x)?,
-            weight: self.weight(*weight, *transposed)?,
-            bias: self.optional(*bias)?,
-            norm: self.norm(*norm)?,
-            gate: None,
-            residual: None,
-            heads: Some(heads),
-            out: self.new_buffer(queries),
-        };
-        self.parts.push(Part::Product(product));
+        let product = self.product(x, (weight, transposed), bias, norm)?;
+        let out = self.new_buffer(queries);
+        self.parts.push(Part::Product(Product { heads: Some(heads), out, ..product }));
         Some(())
     }
 

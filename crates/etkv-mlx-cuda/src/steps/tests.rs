@@ -114,6 +114,16 @@ fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
     }
 }
 
+/// Returns the positions of a step of one token for each element of `sequences`.
+fn positions(cells: &CellsCache, sequences: &[i32]) -> Vec<i32> {
+    let mut next: Vec<i32> = (0..SEQUENCES).map(|one| cells.seq_next(one).unwrap()).collect();
+    let position = |&sequence: &i32| {
+        next[sequence as usize] += 1;
+        next[sequence as usize] - 1
+    };
+    sequences.iter().map(position).collect()
+}
+
 /// The contents of a slot: a position, and the sequences that it belongs to.
 #[derive(Clone, Default)]
 struct SlotContents {
@@ -151,12 +161,7 @@ impl Sequences {
     /// Runs a step of one token for each element of `sequences`. Returns the step's rows, and the keys that
     /// each token must see.
     fn step(&mut self, sequences: &[i32]) -> (Rows, Vec<Vec<usize>>) {
-        let mut next: Vec<i32> = (0..SEQUENCES).map(|sequence| self.next(sequence)).collect();
-        let mut position = |&sequence: &i32| {
-            next[sequence as usize] += 1;
-            next[sequence as usize] - 1
-        };
-        let positions: Vec<i32> = sequences.iter().map(&mut position).collect();
+        let positions = positions(&self.cells, sequences);
         self.cells.begin_step(sequences).unwrap();
         let rows = placed(&mut self.cells, &positions).unwrap();
         for (t, &slot) in rows.slots.iter().enumerate() {

@@ -2,9 +2,8 @@ use mlx_rs::Dtype;
 
 use super::*;
 use crate::steps::recipe::{Part, Product, Recipe, Weight};
-use etkv_mlx_program::ir::{
-    Chain, Constant, Dim, InputSpec, Instruction, Int, IntValue, Norm, Op, Unary,
-};
+use crate::steps::testing::{attend, change_ops, is_known_only_without, program, tensor, Change};
+use etkv_mlx_program::ir::{Int, IntValue, Norm, Unary};
 
 // The constants are packed weights of three values each, a norm, the periods and a bias. The inputs follow.
 const TABLE: Value = Value(0);
@@ -27,136 +26,68 @@ fn packed(codes: Value) -> PackedConstants {
 fn product(x: u32, codes: Value, out: u32) -> (Op, Out) {
     let PackedConstants { codes: w, scales, biases, packing } = packed(codes);
     let (x, biases) = (Value(x), Some(biases));
-    (Op::QuantizedMatmul { x, w, scales, biases, packing, transpose: true }, tensor(out))
-}
-
-fn tensor(value: u32) -> Out {
-    Out::Tensor(Value(value))
+    tensor(Op::QuantizedMatmul { x, w, scales, biases, packing, transpose: true }, out)
 }
 
 fn norm(x: u32, out: u32) -> (Op, Out) {
-    (Op::RmsNorm { x: Value(x), weight: Some(NORM), eps: 1e-6 }, tensor(out))
+    tensor(Op::RmsNorm { x: Value(x), weight: Some(NORM), eps: 1e-6 }, out)
 }
 
 fn add(a: u32, b: u32, out: u32) -> (Op, Out) {
-    (Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, tensor(out))
+    tensor(Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, out)
 }
 
 /// A decoder of one layer, as the GPU passes produce it: 4 + 2 + 2 heads of 16 elements with a bias, and a
 /// tied head.
 fn decoder() -> Graph {
-    let take = |x: Value, out| (Op::Take { x, index: Index::Many(IDS), axis: 0 }, tensor(out));
-    let tokens = Int::Value(IntValue(0));
-    let split = |x, axis, at: i32, n| Op::Split { x: Value(x), axis, at: vec![at], sizes: n..=n };
+    let (perm, dtype) = (vec![0, 2, 1, 3], Dtype::Bfloat16);
+    let shape = |rest: &[i64]| {
+        let first = [Int::Literal(1), Int::Value(IntValue(0))];
+        first.into_iter().chain(rest.iter().map(|&size| Int::Literal(size))).collect()
+    };
+    let take = |x: Value, out| tensor(Op::Take { x, index: Index::Many(IDS), axis: 0 }, out);
+    let split = |x, axis, at: i32, n, out| {
+        (Op::Split { x: Value(x), axis, at: vec![at], sizes: n..=n }, Out::Tensors(Value(out), 2))
+    };
+    let embeddings = Op::Dequantize {
+        w: Value(20),
+        scales: Value(21),
+        biases: Some(Value(22)),
+        packing: PACKING,
+        dtype: Some(dtype),
+    };
+    let heads = Op::ReshapeTranspose { x: Value(26), shape: shape(&[-1, 16]), perm: perm.clone() };
+    let rotary = Op::Rotary { x: Value(28), offsets: Value(30), periods: PERIODS, dtype };
+    let activation = Op::Activation { function: Unary::Silu, x: Value(40), by: Some(Value(41)) };
     let made = vec![
         (Op::SymSize { x: IDS, dim: 1 }, Out::Int(IntValue(0))),
         take(TABLE, 20),
         take(Value(TABLE.0 + 1), 21),
         take(Value(TABLE.0 + 2), 22),
-        (
-            Op::Dequantize {
-                w: Value(20),
-                scales: Value(21),
-                biases: Some(Value(22)),
-                packing: PACKING,
-                dtype: Some(Dtype::Bfloat16),
-            },
-            tensor(23),
-        ),
+        tensor(embeddings, 23),
         norm(23, 24),
         product(24, HEADS, 25),
         add(25, BIAS.0, 26),
-        (
-            Op::ReshapeTranspose {
-                x: Value(26),
-                shape: vec![Int::Literal(1), tokens, Int::Literal(-1), Int::Literal(16)],
-                perm: vec![0, 2, 1, 3],
-            },
-            tensor(27),
-        ),
-        (split(27, 1, 6, 8), Out::Tensors(Value(28), 2)),
-        (Op::AsType { x: POSITIONS, dtype: Dtype::Int32 }, tensor(30)),
-        (
-            Op::Rotary {
-                x: Value(28),
-                offsets: Value(30),
-                periods: PERIODS,
-                dtype: Dtype::Bfloat16,
-            },
-            tensor(31),
-        ),
-        (split(31, 1, 4, 6), Out::Tensors(Value(32), 2)),
-        (
-            Op::UpdateAndAttend {
-                q: Value(32),
-                k: Value(33),
-                v: Value(29),
-                position: POSITIONS,
-                layer: 0,
-                scale: 0.25,
-                softcap: None,
-                sinks: None,
-                out_dtype: Some(Dtype::Bfloat16),
-                last_query: false,
-            },
-            tensor(34),
-        ),
-        (
-            Op::TransposeReshape {
-                x: Value(34),
-                perm: vec![0, 2, 1, 3],
-                shape: vec![Int::Literal(1), tokens, Int::Literal(-1)],
-            },
-            tensor(35),
-        ),
+        tensor(heads, 27),
+        split(27, 1, 6, 8, 28),
+        tensor(Op::AsType { x: POSITIONS, dtype: Dtype::Int32 }, 30),
+        tensor(rotary, 31),
+        split(31, 1, 4, 6, 32),
+        tensor(attend(32, 33, 29, POSITIONS), 34),
+        tensor(Op::TransposeReshape { x: Value(34), perm, shape: shape(&[-1]) }, 35),
         product(35, OUT, 36),
         add(23, 36, 37),
         norm(37, 38),
         product(38, GATED, 39),
-        (split(39, -1, 512, 1024), Out::Tensors(Value(40), 2)),
-        (Op::Activation { function: Unary::Silu, x: Value(40), by: Some(Value(41)) }, tensor(42)),
+        split(39, -1, 512, 1024, 40),
+        tensor(activation, 42),
         product(42, DOWN, 43),
         add(37, 43, 44),
         norm(44, 45),
         product(45, TABLE, 46),
     ];
-    let constant = |index: u32| Constant {
-        name: index.to_string(),
-        shape: if index < NORM.0 { vec![8, 8] } else { vec![8] },
-        dtype: Dtype::Bfloat16,
-        joined: Vec::new(),
-    };
-    let input = |value, name: &str, shape| InputSpec::Tensor {
-        value,
-        name: name.to_owned(),
-        shape,
-        scalar_type: 4,
-    };
-    Graph {
-        constants: (0..IDS.0).map(constant).collect(),
-        inputs: vec![
-            input(IDS, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
-            input(POSITIONS, "positions", vec![Dim::UpTo(None)]),
-        ],
-        main: Chain {
-            instructions: made.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
-            outputs: vec![tensor(46)],
-        },
-        n_values: 47,
-        n_ints: 1,
-        ..Graph::default()
-    }
-}
-
-/// Returns the index of the instruction that computes a value.
-fn place(graph: &Graph, value: u32) -> usize {
-    let makes = |made: &Instruction| made.out.tensors().any(|out| out == Value(value));
-    graph.main.instructions.iter().position(makes).unwrap()
-}
-
-fn op(graph: &mut Graph, value: u32) -> &mut Op {
-    let place = place(graph, value);
-    &mut graph.main.instructions[place].op
+    let shapes = (0..IDS.0).map(|index| if index < NORM.0 { vec![8, 8] } else { vec![8] });
+    program(shapes.collect(), made, 46)
 }
 
 #[test]
@@ -177,16 +108,7 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
         Part::Product(product) => assert_eq!(*product, expected),
         other => panic!("{other:?}"),
     };
-    let plain = |x, codes, out| Product {
-        x,
-        weight: packed(codes),
-        bias: None,
-        norm: None,
-        gate: None,
-        residual: None,
-        heads: None,
-        out,
-    };
+    let plain = |x, codes, out| Product::plain(x, packed(codes), out);
     let Part::Product(Product { heads: Some(of_heads), .. }) = heads else {
         panic!("{heads:?}");
     };
@@ -202,7 +124,11 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
 #[test]
 fn a_program_may_have_plain_weights_beside_packed_ones() {
     let mut graph = decoder();
-    *op(&mut graph, 23) = Op::Take { x: NORM, index: Index::Many(IDS), axis: 0 };
+    for made in &mut graph.main.instructions {
+        if let Op::Dequantize { .. } = made.op {
+            made.op = Op::Take { x: NORM, index: Index::Many(IDS), axis: 0 };
+        }
+    }
     let recipe = Recipe::of(&graph).unwrap();
     let table = Weight::Plain { value: NORM, transposed: false };
     assert_eq!(recipe.parts[0], Part::Embed { table, scale: None, out: 0 });
@@ -213,44 +139,35 @@ fn a_program_may_have_plain_weights_beside_packed_ones() {
 
 #[test]
 fn other_ways_to_read_packed_weights_are_not_known() {
-    type Change = (&'static str, fn(&mut Graph));
     let changes: &[Change] = &[
-        ("a weight that is not transposed", |graph| {
-            if let Op::QuantizedMatmul { transpose, .. } = op(graph, 36) {
-                *transpose = false;
-            }
-        }),
-        ("scales that are computed", |graph| {
-            if let Op::QuantizedMatmul { scales, .. } = op(graph, 36) {
-                *scales = Value(35);
-            }
-        }),
-        ("codes with two scales", |graph| {
-            if let Op::QuantizedMatmul { scales, .. } = op(graph, 46) {
-                *scales = Value(OUT.0 + 1);
-            }
-        }),
-        ("codes of two packings", |graph| {
-            if let Op::QuantizedMatmul { packing, .. } = op(graph, 46) {
-                packing.group_size = 64;
-            }
-        }),
-        ("rows of other tokens", |graph| {
-            if let Op::Take { index, .. } = op(graph, 21) {
-                *index = Index::Many(POSITIONS);
-            }
-        }),
-        ("rows in another dtype", |graph| {
-            if let Op::Dequantize { dtype, .. } = op(graph, 23) {
-                *dtype = Some(Dtype::Float32);
-            }
-        }),
+        (
+            "a weight that is not transposed",
+            change_ops!(Op::QuantizedMatmul { w: OUT, transpose, .. } => *transpose = false),
+        ),
+        (
+            "scales that are computed",
+            change_ops!(Op::QuantizedMatmul { w: OUT, scales, .. } => *scales = Value(35)),
+        ),
+        (
+            "codes with two scales",
+            change_ops!(
+                Op::QuantizedMatmul { w: TABLE, scales, .. } => *scales = Value(OUT.0 + 1)
+            ),
+        ),
+        (
+            "codes of two packings",
+            change_ops!(Op::QuantizedMatmul { w: TABLE, packing, .. } => packing.group_size = 64),
+        ),
+        (
+            "rows of other tokens",
+            change_ops!(Op::Take { x: Value(1), index, .. } => *index = Index::Many(POSITIONS)),
+        ),
+        (
+            "rows in another dtype",
+            change_ops!(Op::Dequantize { dtype, .. } => *dtype = Some(Dtype::Float32)),
+        ),
         ("a sum with a matrix", |graph| graph.constants[BIAS.0 as usize].shape = vec![8, 8]),
-        ("a sum that others read", |graph| graph.main.outputs.push(tensor(25))),
+        ("a sum that others read", |graph| graph.main.outputs.push(Out::Tensor(Value(25)))),
     ];
-    for (what, change) in changes {
-        let mut graph = decoder();
-        change(&mut graph);
-        assert!(Recipe::of(&graph).is_err(), "{what}");
-    }
+    is_known_only_without(decoder, changes);
 }

@@ -4,8 +4,9 @@ use mlx_rs::random::normal;
 
 use super::*;
 use crate::steps::heads::RowNorm;
+use crate::steps::testing::token_inputs;
 use etkv::Result;
-use etkv_mlx_program::ir::{Affine, Dim, InputSpec};
+use etkv_mlx_program::ir::Affine;
 use etkv_mlx_program::TextInputs;
 
 const CODES: Value = Value(0);
@@ -17,6 +18,12 @@ const COLUMNS: i32 = 128;
 fn groups(n_layers: usize) -> Arc<Groups> {
     let layers = etkv_core::CacheConfig::uniform(n_layers.max(1), 1, 64, 32).layers;
     Arc::new(Groups::of(&layers).unwrap())
+}
+
+/// Addresses of `n` constants, multiples of 64 from 64 on, and of the pools of layers with full history.
+fn places(n: u64, pools: Vec<[Pool; 2]>) -> StepAddresses {
+    let groups = groups(pools.len());
+    StepAddresses { constants: (1..=n).map(|n| 64 * n).collect(), pools, groups }
 }
 
 fn kind(tokens: usize) -> Kind {
@@ -37,26 +44,7 @@ fn recipe(packing: Affine) -> Recipe {
         biases: Value(2),
         packing,
     });
-    let input = |value, name: &str, shape| InputSpec::Tensor {
-        value: Value(value),
-        name: name.to_owned(),
-        shape,
-        scalar_type: 4,
-    };
-    let inputs = [
-        input(4, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
-        input(5, "positions", vec![Dim::UpTo(None)]),
-    ];
-    let product = recipe::Product {
-        x: 0,
-        weight,
-        bias: Some(BIAS),
-        norm: None,
-        gate: None,
-        residual: None,
-        heads: None,
-        out: 1,
-    };
+    let product = recipe::Product { bias: Some(BIAS), ..recipe::Product::plain(0, weight, 1) };
     Recipe {
         parts: vec![Part::Embed { table: weight, scale: None, out: 0 }, Part::Product(product)],
         n_buffers: 2,
@@ -65,7 +53,7 @@ fn recipe(packing: Affine) -> Recipe {
         tapped: Vec::new(),
         given: Vec::new(),
         last_row_only: false,
-        inputs: TextInputs::find(&inputs).unwrap(),
+        inputs: TextInputs::find(&token_inputs(Value(4), Value(5))).unwrap(),
     }
 }
 
@@ -90,18 +78,14 @@ fn packed_weights_are_planned_for() {
             assert_eq!((planner.dtype, planner.vocabulary), (Dtype::Bfloat16, ROWS as usize));
             assert_eq!(planner.widths, [COLUMNS as usize, ROWS as usize]);
             assert_eq!(planner.n_ids, ROWS as usize);
-            let places = StepAddresses {
-                constants: (1..=7).collect(),
-                pools: Vec::new(),
-                groups: groups(0),
-            };
-            let kind = kind(3);
-            let plan = planner.plan(&recipe, &places, &kind);
-            let packed = |first| {
+            let places = places(7, Vec::new());
+            let plan = planner.plan(&recipe, &places, &kind(3));
+            let packed = |first: u64| {
+                let [codes, scales, biases] = [0, 64, 128].map(|next| Address(first + next));
                 Weight::Packed(etkv_cuda::PackedWeight {
-                    codes: Address(first),
-                    scales: Address(first + 1),
-                    biases: Address(first + 2),
+                    codes,
+                    scales,
+                    biases,
                     bits: bits as usize,
                     group: group_size as usize,
                 })
@@ -109,8 +93,8 @@ fn packed_weights_are_planned_for() {
             let [Launch::Embed(embed), Launch::Product(product)] = plan.launches[..] else {
                 panic!("{:?}", plan.launches);
             };
-            assert_eq!((embed.table, product.weight), (packed(1), packed(4)));
-            assert_eq!((product.bias, product.inner), (Some(Address(7)), COLUMNS as usize));
+            assert_eq!((embed.table, product.weight), (packed(64), packed(256)));
+            assert_eq!((product.bias, product.inner), (Some(Address(448)), COLUMNS as usize));
             assert_eq!(planner.constants.len(), places.constants.len());
         }
         Ok(())
@@ -158,6 +142,12 @@ const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 64;
 const HEADS: usize = 8;
 
+fn zeros(shape: &[i32], dtype: Dtype) -> Result<Option<Array>> {
+    let made = mlx_rs::ops::zeros_dtype(shape, dtype)?;
+    made.eval()?;
+    Ok(Some(made))
+}
+
 /// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes matter.
 fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
     let packing = Affine { group_size: 32, bits: 4 };
@@ -172,32 +162,18 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
         q_norm: None,
         k_norm,
     };
-    let product = |heads, out| recipe::Product {
-        x: 0,
-        weight: weight(if out == 1 { 1 } else { 0 }),
-        bias: None,
-        norm: None,
-        gate: None,
-        residual: None,
-        heads,
-        out,
-    };
+    let product = recipe::Product { heads: Some(heads), ..recipe::Product::plain(0, weight(1), 1) };
     let dtype = Some(Dtype::Bfloat16);
     let recipe = Recipe {
         parts: vec![
             Part::Embed { table: weight(0), scale: None, out: 0 },
-            Part::Product(product(Some(heads), 1)),
+            Part::Product(product),
             Part::Attend { layer: 0, q: 1, scale: 0.125, dtype, out: 2 },
-            Part::Product(product(None, 3)),
+            Part::Product(recipe::Product::plain(0, weight(0), 3)),
         ],
         n_buffers: 4,
         logits: 3,
         ..recipe(packing)
-    };
-    let zeros = |shape: &[i32], dtype| -> Result<Option<Array>> {
-        let made = mlx_rs::ops::zeros_dtype(shape, dtype)?;
-        made.eval()?;
-        Ok(Some(made))
     };
     let planner = mlx::run(|| {
         let constants = [
@@ -214,12 +190,7 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
 
 fn plan_of(pools: [Pool; 2], k_norm: Option<RowNorm>) -> Plan {
     let (recipe, planner) = decoder(k_norm);
-    let places = StepAddresses {
-        constants: (1..=5).map(|n| 64 * n).collect(),
-        pools: vec![pools],
-        groups: groups(1),
-    };
-    planner.plan(&recipe, &places, &kind(2))
+    planner.plan(&recipe, &places(5, vec![pools]), &kind(2))
 }
 
 fn pool(rows: PoolRows) -> Pool {
@@ -321,24 +292,15 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
             ..recipe(Affine { group_size: 32, bits: 4 })
         };
         let planner = mlx::run(|| {
-            let made = |shape: &[i32], dtype| -> Result<Option<Array>> {
-                let zeros = mlx_rs::ops::zeros_dtype(shape, dtype)?;
-                zeros.eval()?;
-                Ok(Some(zeros))
-            };
             let constants = [
-                made(&[ROWS, COLUMNS], bf16)?,
-                made(&[COLUMNS], f32)?,
-                made(&[COLUMNS], bf16)?,
-                made(&[], bf16)?,
+                zeros(&[ROWS, COLUMNS], bf16)?,
+                zeros(&[COLUMNS], f32)?,
+                zeros(&[COLUMNS], bf16)?,
+                zeros(&[], bf16)?,
             ];
             Ok(Planner::of(&recipe, &constants))
         });
-        let places = StepAddresses {
-            constants: (1..=4).map(|n| 64 * n).collect(),
-            pools: Vec::new(),
-            groups: groups(1),
-        };
+        let places = places(4, Vec::new());
         planner.unwrap().map(|planner| planner.plan(&recipe, &places, &kind(2)))
     };
     let plan = planned([Some(bf16), None], 3).unwrap();

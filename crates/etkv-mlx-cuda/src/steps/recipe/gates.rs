@@ -1,11 +1,8 @@
 //! Gates of products whose output the program splits into halves, which the passes do not merge into the
 //! product.
 
-use super::{gate_of, Part, Reader, Weight};
+use super::{gate_of, Part, Reader, Weight, FEATURES};
 use etkv_mlx_program::ir::{Op, Out};
-
-/// The axis of features in `[1, T, features]`.
-const FEATURES: [i32; 2] = [-1, 2];
 
 impl Reader<'_> {
     /// Reads a split of a product into halves. An activation of the first half is multiplied by the second.

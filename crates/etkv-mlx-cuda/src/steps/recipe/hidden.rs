@@ -1,12 +1,9 @@
 //! Hidden states that a program accepts and returns: the outputs of tapped layers, and the operations of
 //! drafts on them.
 
-use super::{Part, Reader, RowInput};
+use super::{Part, Reader, RowInput, FEATURES};
 use etkv_mlx_program::dtype_of;
 use etkv_mlx_program::ir::{Binary, Dim, Graph, InputSpec, Op, Out, Value};
-
-/// The axis of features in `[1, T, features]`.
-const FEATURES: [i32; 2] = [-1, 2];
 
 /// Returns the inputs that have a row of floats for each token, and the other inputs.
 pub(super) fn inputs(graph: &Graph) -> (Vec<RowInput>, Vec<InputSpec>) {

@@ -1,7 +1,8 @@
 use super::*;
-use etkv_mlx_program::ir::{
-    Binary, Chain, Constant, Dim, Heads, InputSpec, Instruction, Int, IntValue,
+use crate::steps::testing::{
+    attend, change_ops, is_known_only_without, made, program, tensor, Change,
 };
+use etkv_mlx_program::ir::{Binary, Heads, Instruction, Int, IntValue};
 
 // The constants, followed by the inputs.
 const TABLE: Value = Value(0);
@@ -13,7 +14,6 @@ const DOWN: Value = Value(5);
 const PERIODS: Value = Value(6);
 const IDS: Value = Value(7);
 const POSITIONS: Value = Value(8);
-const INT64: i8 = 4;
 
 /// A decoder of one layer: 4 + 2 + 2 heads of 16.
 fn decoder() -> Graph {
@@ -29,18 +29,6 @@ fn decoder() -> Graph {
         dtype: Dtype::Bfloat16,
     };
     let (bias, transposed) = (None, true);
-    let attend = Op::UpdateAndAttend {
-        q: Value(11),
-        k: Value(12),
-        v: Value(13),
-        position: POSITIONS,
-        layer: 0,
-        scale: 0.25,
-        softcap: None,
-        sinks: None,
-        out_dtype: Some(Dtype::Bfloat16),
-        last_query: false,
-    };
     let shape = vec![Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1)];
     let block = |x: u32, weight, norm, gate, residual| Op::LinearBlock {
         x: Value(x),
@@ -52,48 +40,23 @@ fn decoder() -> Graph {
         residual,
     };
     let gate = Some(Unary::Silu);
-    let tensor = |value| Out::Tensor(Value(value));
-    let made = [
+    let (x, perm) = (Value(14), vec![0, 2, 1, 3]);
+    let made = vec![
         (Op::SymSize { x: IDS, dim: 1 }, Out::Int(IntValue(0))),
-        (Op::Take { x: TABLE, index: Index::Many(IDS), axis: 0 }, tensor(9)),
-        (Op::AsType { x: POSITIONS, dtype: Dtype::Int32 }, tensor(10)),
+        tensor(Op::Take { x: TABLE, index: Index::Many(IDS), axis: 0 }, 9),
+        tensor(Op::AsType { x: POSITIONS, dtype: Dtype::Int32 }, 10),
         (
             Op::LinearHeads { x: Value(9), weight: HEADS, bias, transposed, norm, heads },
             Out::Tensors(Value(11), 3),
         ),
-        (attend, tensor(14)),
-        (Op::TransposeReshape { x: Value(14), perm: vec![0, 2, 1, 3], shape }, tensor(15)),
-        (block(15, OUT, None, None, Some(Value(9))), tensor(16)),
-        (block(16, GATED, norm, gate, None), tensor(17)),
-        (block(17, DOWN, None, None, Some(Value(16))), tensor(18)),
-        (block(18, TABLE, norm, None, None), tensor(19)),
+        tensor(attend(11, 12, 13, POSITIONS), 14),
+        tensor(Op::TransposeReshape { x, perm, shape }, 15),
+        tensor(block(15, OUT, None, None, Some(Value(9))), 16),
+        tensor(block(16, GATED, norm, gate, None), 17),
+        tensor(block(17, DOWN, None, None, Some(Value(16))), 18),
+        tensor(block(18, TABLE, norm, None, None), 19),
     ];
-    let constant = |index: u32| Constant {
-        name: index.to_string(),
-        shape: Vec::new(),
-        dtype: Dtype::Bfloat16,
-        joined: Vec::new(),
-    };
-    let input = |value, name: &str, shape| InputSpec::Tensor {
-        value,
-        name: name.to_owned(),
-        shape,
-        scalar_type: INT64,
-    };
-    Graph {
-        constants: (0..7).map(constant).collect(),
-        inputs: vec![
-            input(IDS, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
-            input(POSITIONS, "positions", vec![Dim::UpTo(None)]),
-        ],
-        main: Chain {
-            instructions: made.map(|(op, out)| Instruction { op, out }).into(),
-            outputs: vec![tensor(19)],
-        },
-        n_values: 20,
-        n_ints: 1,
-        ..Graph::default()
-    }
+    program(vec![Vec::new(); 7], made, 19)
 }
 
 #[test]
@@ -129,15 +92,9 @@ fn a_decoder_is_known() {
 #[test]
 fn the_last_row_alone_is_told() {
     for change in [
+        change_ops!(Op::UpdateAndAttend { last_query, .. } => *last_query = true),
         |graph: &mut Graph| {
-            if let Op::UpdateAndAttend { last_query, .. } = &mut graph.main.instructions[4].op {
-                *last_query = true;
-            }
-        },
-        |graph: &mut Graph| {
-            let made =
-                Instruction { op: Op::LastToken { x: Value(18) }, out: Out::Tensor(Value(18)) };
-            graph.main.instructions.insert(9, made);
+            graph.main.instructions.insert(9, made(Op::LastToken { x: Value(18) }, 18))
         },
     ] {
         let mut graph = decoder();
@@ -148,60 +105,46 @@ fn the_last_row_alone_is_told() {
 
 #[test]
 fn what_is_not_known_is_left_to_the_interpreter() {
-    type Change = (&'static str, fn(&mut Graph));
     let changes: &[Change] = &[
         ("another op", |graph| {
             let op = Op::Unary { function: Unary::Tanh, x: Value(19) };
-            graph.main.instructions.push(Instruction { op, out: Out::Tensor(Value(19)) });
+            graph.main.instructions.push(made(op, 19));
         }),
-        ("another gate", |graph| {
-            if let Op::LinearBlock { gate, .. } = &mut graph.main.instructions[7].op {
-                *gate = Some(Unary::Tanh);
-            }
-        }),
-        ("a weight that is computed", |graph| {
-            if let Op::LinearBlock { weight, .. } = &mut graph.main.instructions[6].op {
-                *weight = Value(9);
-            }
-        }),
-        ("ids that are computed", |graph| {
-            if let Op::Take { index, .. } = &mut graph.main.instructions[1].op {
-                *index = Index::Many(Value(10));
-            }
-        }),
-        ("heads at other positions", |graph| {
-            if let Op::LinearHeads { heads, .. } = &mut graph.main.instructions[3].op {
-                heads.offsets = IDS;
-            }
-        }),
-        ("attention at other positions", |graph| {
-            if let Op::UpdateAndAttend { position, .. } = &mut graph.main.instructions[4].op {
-                *position = IDS;
-            }
-        }),
-        ("attention with a softcap", |graph| {
-            if let Op::UpdateAndAttend { softcap, .. } = &mut graph.main.instructions[4].op {
-                *softcap = Some(50.0);
-            }
-        }),
-        ("attention with sinks", |graph| {
-            if let Op::UpdateAndAttend { sinks, .. } = &mut graph.main.instructions[4].op {
-                *sinks = Some(NORM);
-            }
-        }),
-        ("keys in the place of values", |graph| {
-            if let Op::UpdateAndAttend { v, .. } = &mut graph.main.instructions[4].op {
-                *v = Value(12);
-            }
-        }),
-        ("values that rotate", |graph| {
-            if let Op::LinearHeads { heads, .. } = &mut graph.main.instructions[3].op {
-                heads.rotated = 8;
-            }
-        }),
+        (
+            "another gate",
+            change_ops!(Op::LinearBlock { weight: GATED, gate, .. } => *gate = Some(Unary::Tanh)),
+        ),
+        (
+            "a weight that is computed",
+            change_ops!(Op::LinearBlock { weight: weight @ OUT, .. } => *weight = Value(9)),
+        ),
+        (
+            "ids that are computed",
+            change_ops!(Op::Take { index, .. } => *index = Index::Many(Value(10))),
+        ),
+        (
+            "heads at other positions",
+            change_ops!(Op::LinearHeads { heads, .. } => heads.offsets = IDS),
+        ),
+        (
+            "attention at other positions",
+            change_ops!(Op::UpdateAndAttend { position, .. } => *position = IDS),
+        ),
+        (
+            "attention with a softcap",
+            change_ops!(Op::UpdateAndAttend { softcap, .. } => *softcap = Some(50.0)),
+        ),
+        (
+            "attention with sinks",
+            change_ops!(Op::UpdateAndAttend { sinks, .. } => *sinks = Some(NORM)),
+        ),
+        (
+            "keys in the place of values",
+            change_ops!(Op::UpdateAndAttend { v, .. } => *v = Value(12)),
+        ),
+        ("values that rotate", change_ops!(Op::LinearHeads { heads, .. } => heads.rotated = 8)),
         ("keys that others read", |graph| {
-            let op = Op::ExpandDims { x: Value(12), axis: 0 };
-            graph.main.instructions.push(Instruction { op, out: Out::Tensor(Value(19)) });
+            graph.main.instructions.push(made(Op::ExpandDims { x: Value(12), axis: 0 }, 19));
         }),
         ("an output that is a constant", |graph| graph.main.outputs.push(Out::Tensor(NORM))),
         ("the same output twice", |graph| graph.main.outputs.push(Out::Tensor(Value(19)))),
@@ -210,11 +153,7 @@ fn what_is_not_known_is_left_to_the_interpreter() {
             graph.main.instructions.truncate(2);
         }),
     ];
-    for (what, change) in changes {
-        let mut graph = decoder();
-        change(&mut graph);
-        assert!(Recipe::of(&graph).is_err(), "{what}");
-    }
+    is_known_only_without(decoder, changes);
 }
 
 /// The decoder with separate instructions for the heads of its layer. The instructions `replaced` begin with
@@ -239,10 +178,6 @@ fn separate_heads(replaced: Vec<(Op, Out)>) -> Graph {
 
 fn view() -> Vec<Int> {
     vec![Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1), Int::Literal(16)]
-}
-
-fn tensor(op: Op, out: u32) -> (Op, Out) {
-    (op, Out::Tensor(Value(out)))
 }
 
 /// A layer of Qwen3 after the passes: queries and keys are normalized, so each piece has a separate view.
@@ -315,59 +250,33 @@ fn heads_that_do_not_turn_are_those_of_one_product() {
 
 #[test]
 fn heads_that_differ_are_left_to_the_interpreter() {
-    type Change = (&'static str, fn(&mut Op));
     let changes: &[Change] = &[
-        ("another view", |op| {
-            if let Op::Reshape { shape, .. } = op {
-                shape[2] = Int::Literal(4);
-            }
-        }),
-        ("other axes", |op| {
-            if let Op::Transpose { perm, .. } = op {
-                *perm = vec![0, 1, 2, 3];
-            }
-        }),
-        ("other positions", |op| {
-            if let Op::Rotary { offsets, .. } = op {
-                *offsets = IDS;
-            }
-        }),
-        ("keys that rotate otherwise", |op| {
-            if let Op::Rotary { x: Value(30), periods, .. } = op {
-                *periods = NORM;
-            }
-        }),
-        ("a part of a head", |op| {
-            if let Op::Split { at, .. } = op {
-                at[0] = 60;
-            }
-        }),
-        ("keys in the place of values", |op| {
-            if let Op::UpdateAndAttend { k, v, .. } = op {
-                std::mem::swap(k, v);
-            }
-        }),
-        ("a norm's weight that is computed", |op| {
-            if let Op::RmsNorm { weight, .. } = op {
-                *weight = Some(Value(9));
-            }
-        }),
-        ("a product with a gate", |op| {
-            if let Op::LinearBlock { weight: HEADS, gate, .. } = op {
-                *gate = Some(Unary::Silu);
-            }
-        }),
+        ("another view", change_ops!(Op::Reshape { shape, .. } => shape[2] = Int::Literal(4))),
+        ("other axes", change_ops!(Op::Transpose { perm, .. } => *perm = vec![0, 1, 2, 3])),
+        ("other positions", change_ops!(Op::Rotary { offsets, .. } => *offsets = IDS)),
+        (
+            "keys that rotate otherwise",
+            change_ops!(Op::Rotary { x: Value(30), periods, .. } => *periods = NORM),
+        ),
+        ("a part of a head", change_ops!(Op::Split { at, .. } => at[0] = 60)),
+        (
+            "keys in the place of values",
+            change_ops!(Op::UpdateAndAttend { k, v, .. } => std::mem::swap(k, v)),
+        ),
+        (
+            "a norm's weight that is computed",
+            change_ops!(Op::RmsNorm { weight, .. } => *weight = Some(Value(9))),
+        ),
+        (
+            "a product with a gate",
+            change_ops!(Op::LinearBlock { weight: HEADS, gate, .. } => *gate = Some(Unary::Silu)),
+        ),
     ];
-    for (what, change) in changes {
-        let mut graph = normalized();
-        graph.main.instructions.iter_mut().for_each(|made| change(&mut made.op));
-        assert!(Recipe::of(&graph).is_err(), "{what}");
-    }
+    is_known_only_without(normalized, changes);
     // Another instruction reads a value between the product and attention.
     for value in [20, 21, 24, 25, 26, 11, 13] {
         let mut graph = normalized();
-        let op = Op::ExpandDims { x: Value(value), axis: 0 };
-        graph.main.instructions.push(Instruction { op, out: Out::Tensor(Value(39)) });
+        graph.main.instructions.push(made(Op::ExpandDims { x: Value(value), axis: 0 }, 39));
         assert!(Recipe::of(&graph).is_err(), "{value}");
     }
 }
@@ -376,7 +285,7 @@ fn heads_that_differ_are_left_to_the_interpreter() {
 fn what_is_not_known_is_told() {
     let mut graph = decoder();
     let op = Op::Unary { function: Unary::Tanh, x: Value(18) };
-    graph.main.instructions.insert(9, Instruction { op, out: Out::Tensor(Value(18)) });
+    graph.main.instructions.insert(9, made(op, 18));
     let told = Recipe::of(&graph).unwrap_err().to_string();
     assert!(told.starts_with("instruction 9, Tanh"), "{told}");
     let mut graph = decoder();

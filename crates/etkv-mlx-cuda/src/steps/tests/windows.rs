@@ -106,12 +106,7 @@ fn tokens_of_several_sequences_see_their_windows_and_sinks() {
                 let shared = number(2) == 0;
                 let of = |t| if shared { (sequence + t) % 3 } else { sequence };
                 let sequences: Vec<i32> = (0..n).map(of).collect();
-                let mut next = [0, 1, 2].map(|sequence| cells.seq_next(sequence).unwrap());
-                let mut position = |&sequence: &i32| {
-                    next[sequence as usize] += 1;
-                    next[sequence as usize] - 1
-                };
-                let positions: Vec<i32> = sequences.iter().map(&mut position).collect();
+                let positions = positions(&cells, &sequences);
                 cells.begin_step(&sequences).unwrap();
                 check_step(&mut cells, &sequences, &positions);
                 n_steps += 1;

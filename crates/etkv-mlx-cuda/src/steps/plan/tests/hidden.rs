@@ -25,10 +25,8 @@ fn tapped_rows_lie_side_by_side() {
         assert!(width == COLUMNS as usize && *rows == [row(1, 0), row(1, 1)].concat());
         recipe.tapped = Vec::new();
         assert_eq!(planner.side_by_side(&recipe, &[], 2).1, 0);
-        let places =
-            StepAddresses { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
         recipe.tapped = vec![1, 0];
-        let plan = planner.plan(&recipe, &places, &kind(3));
+        let plan = planner.plan(&recipe, &places(7, Vec::new()), &kind(3));
         assert_eq!(plan.tapped, [Buffer(1), Buffer(0)]);
         Ok(())
     })
@@ -65,11 +63,6 @@ fn drafts_of_given_rows_are_planned_for() {
         let packing = Affine { group_size: 32, bits: 4 };
         // The embeddings fill 64 of the product's columns, and the input rows fill the others.
         let given = COLUMNS as usize - 64;
-        let numbers = |shape: &[i32]| -> Result<Option<Array>> {
-            let made = normal::<f32>(shape, None, None, None)?.as_dtype(Dtype::Bfloat16)?;
-            made.eval()?;
-            Ok(Some(made))
-        };
         let weight = |value| recipe::Weight::Plain { value: Value(value), transposed: false };
         let with = |width, dtype, rows: i32| -> Result<Option<Plan>> {
             let mut recipe = draft(packing, width, dtype);
@@ -80,15 +73,11 @@ fn drafts_of_given_rows_are_planned_for() {
                     _ => {}
                 }
             }
-            let constants = [
-                numbers(&[ROWS, 64])?,
-                numbers(&[rows, COLUMNS])?,
-                None,
-                numbers(&[rows])?,
-            ];
+            let numbers = |shape: &[i32]| zeros(shape, Dtype::Bfloat16);
+            let constants =
+                [numbers(&[ROWS, 64])?, numbers(&[rows, COLUMNS])?, None, numbers(&[rows])?];
             let planner = Planner::of(&recipe, &constants);
-            let (constants, pools) = ((1..=3).map(|n| 64 * n).collect(), Vec::new());
-            let places = StepAddresses { constants, pools, groups: groups(0) };
+            let places = places(3, Vec::new());
             Ok(planner.map(|planner| planner.plan(&recipe, &places, &kind(3))))
         };
         let plan = with(given, Dtype::Bfloat16, given as i32)?.unwrap();

@@ -60,58 +60,32 @@ fn parts_of_heads_and_halves_of_products_are_known() {
 
 #[test]
 fn other_parts_and_halves_are_left_to_the_interpreter() {
-    type Change = (&'static str, fn(&mut Graph));
     let changes: &[Change] = &[
         ("other rows than two halves", |graph| {
             graph.constants[GATED.0 as usize].shape[0] = 96;
         }),
-        ("the other half activated", |graph| {
-            change(graph, |op| {
-                if let Op::Activation { x, by, .. } = op {
-                    (*x, *by) = (Value(34), Some(Value(33)));
-                }
-            });
-        }),
+        (
+            "the other half activated",
+            change_ops!(
+                Op::Activation { x, by, .. } => (*x, *by) = (Value(34), Some(Value(33)))
+            ),
+        ),
         ("a half that others read", |graph| {
-            let op = Op::ExpandDims { x: Value(34), axis: 0 };
-            graph.main.instructions.push(Instruction { op, out: Out::Tensor(Value(39)) });
+            graph.main.instructions.push(made(Op::ExpandDims { x: Value(34), axis: 0 }, 39));
         }),
-        ("parts in another order", |graph| {
-            change(graph, |op| {
-                if let Op::Concatenate { tensors, .. } = op {
-                    tensors.swap(0, 1);
-                }
-            });
-        }),
-        ("keys of which more rotates", |graph| {
-            change(graph, |op| {
-                if let Op::Split { x: Value(25), at, .. } = op {
-                    at[0] = 12;
-                }
-            });
-        }),
-        ("parts along another axis", |graph| {
-            change(graph, |op| {
-                if let Op::Concatenate { axis, .. } = op {
-                    *axis = 2;
-                }
-            });
-        }),
-        ("a part that rotates at other positions", |graph| {
-            change(graph, |op| {
-                if let Op::Rotary { offsets, .. } = op {
-                    *offsets = IDS;
-                }
-            });
-        }),
+        (
+            "parts in another order",
+            change_ops!(Op::Concatenate { tensors, .. } => tensors.swap(0, 1)),
+        ),
+        (
+            "keys of which more rotates",
+            change_ops!(Op::Split { x: Value(25), at, .. } => at[0] = 12),
+        ),
+        ("parts along another axis", change_ops!(Op::Concatenate { axis, .. } => *axis = 2)),
+        (
+            "a part that rotates at other positions",
+            change_ops!(Op::Rotary { offsets, .. } => *offsets = IDS),
+        ),
     ];
-    for (what, change) in changes {
-        let mut graph = partly();
-        change(&mut graph);
-        assert!(Recipe::of(&graph).is_err(), "{what}");
-    }
-}
-
-fn change(graph: &mut Graph, work: fn(&mut Op)) {
-    graph.main.instructions.iter_mut().for_each(|made| work(&mut made.op));
+    is_known_only_without(partly, changes);
 }
