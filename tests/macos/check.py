@@ -258,17 +258,7 @@ def commands() -> dict[Path, list[str]]:
     together.write_text("".join(f'#include "{source}"\n' for source in sorted((mlx_c / "mlx/c").glob("*.cpp"))))
     found[together] = [*cxx, "-w", *includes, "-c", str(together), "-o", ""]
     for source in sorted((SOURCE / "tests/package/installed").glob("*.c*")):
-        std = ["c++", "-std=c++17"] if source.suffix == ".cpp" else ["cc", "-std=c11"]
-        found[source] = [
-            str(BUILD / "bin" / std[0]),
-            std[1],
-            *WARNINGS,
-            *program_includes(),
-            "-c",
-            str(source),
-            "-o",
-            "",
-        ]
+        found[source] = program_command(source)
     scratch = BUILD / "headers"
     scratch.mkdir(exist_ok=True)
     for header in sorted((SOURCE / "include/etkv").iterdir()):
@@ -277,10 +267,7 @@ def commands() -> dict[Path, list[str]]:
         for suffix in kinds:
             source = scratch / f"{header.stem}_{header.suffix[1:]}.{suffix}"
             source.write_text(f'#include "etkv/{header.name}"\n' * 2 + "extern int etkv_header_test;\n")
-            std = ["cc", "-std=c11"] if suffix == "c" else ["c++", "-std=c++20" if mlx else "-std=c++17"]
-            in_tree = f"-isystem{SOURCE / 'tests/cpp/in_tree'}"
-            command = [str(BUILD / "bin" / std[0]), std[1], *WARNINGS, in_tree, *program_includes()]
-            found[source] = [*command, "-c", str(source), "-o", ""]
+            found[source] = program_command(source, "-std=c++20" if mlx else "-std=c++17")
 
     listed = run("git", "ls-files", "*.c", "*.cpp", "*.cc", "*.mm", cwd=SOURCE).stdout.split()
     for name in listed:
@@ -289,11 +276,15 @@ def commands() -> dict[Path, list[str]]:
     return found
 
 
-def program_includes() -> list[str]:
+def program_command(source: Path, cxx_standard: str = "-std=c++17") -> list[str]:
+    """Return the command that compiles code of a user for macOS, in C11 or C++."""
+    compiler, standard = ("cc", "-std=c11") if source.suffix == ".c" else ("c++", cxx_standard)
     executorch = SITE / "executorch/include"
-    defines = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED"]
     folders = [executorch, executorch / "executorch/runtime/core/portable_type/c10", SITE / "mlx/include"]
-    return [f"-I{SOURCE / 'include'}", *(f"-isystem{folder}" for folder in folders), *defines]
+    folders.append(SOURCE / "tests/cpp/in_tree")
+    includes = [f"-I{SOURCE / 'include'}", *(f"-isystem{folder}" for folder in folders)]
+    defines = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED"]
+    return [str(BUILD / "bin" / compiler), standard, *WARNINGS, *includes, *defines, "-c", str(source), "-o", ""]
 
 
 def published_mlx_c() -> Path:
