@@ -3,7 +3,6 @@
 // overlap. CPU programs use one thread each.
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -14,24 +13,26 @@
 #include "benches/common.hpp"
 #include "etkv/executorch.hpp"
 #include "examples/common/clock.hpp"
+#include "examples/common/logits.hpp"
+#include "examples/common/program.hpp"
 
 namespace {
 
 using etkv::benches::must;
-using executorch::extension::from_blob;
-using executorch::extension::Module;
+using etkv::examples::Program;
 using executorch::extension::threadpool::NoThreadPoolGuard;
 
 /// A program with a session, which decodes greedily.
 class Decoder {
  public:
   Decoder(const char* path, int32_t capacity)
-      : module_(path, Module::LoadMode::Mmap),
-        session_(make_session(module_, capacity)) {
+      : program_(must(Program::open(path))),
+        session_(must(
+            etkv::make_decode_session(
+                program_.params().backend_id,
+                etkv::make_config(program_.params(), capacity, "f32")))) {
     const NoThreadPoolGuard one_thread;
-    etkv::LoadOptions options(session_.key());
-    options.logits(etkv::Logits::last);
-    must(etkv::load_method(module_, "forward", options));
+    must(program_.load(session_.key(), etkv::Logits::last));
     tokens_.resize(8);
     std::iota(tokens_.begin(), tokens_.end(), 10);
     step();
@@ -48,29 +49,15 @@ class Decoder {
   }
 
  private:
-  static etkv::CacheSession<etkv::Cache> make_session(
-      Module& module,
-      int32_t capacity) {
-    const auto params = must(etkv::read_kv_cache_metadata(module));
-    return must(
-        etkv::make_decode_session(
-            params.backend_id, etkv::make_config(params, capacity, "f32")));
-  }
-
   void step() {
     const NoThreadPoolGuard one_thread;
-    const int n = static_cast<int>(tokens_.size());
-    std::vector<int64_t> positions(n);
-    std::iota(positions.begin(), positions.end(), *session_.cache().length());
-    auto ids = from_blob(tokens_.data(), {1, n}, etkv::kLong);
-    auto at = from_blob(positions.data(), {n}, etkv::kLong);
-    const auto outputs = must(etkv::execute(module_, "forward", {ids, at}));
-    const auto& logits = outputs.front().toTensor();
-    const float* row = logits.const_data_ptr<float>();
-    tokens_ = {std::max_element(row, row + logits.numel()) - row};
+    const int32_t at = must(session_.cache().length());
+    const auto logits =
+        must(program_.step_at(tokens_.data(), at, tokens_.size()));
+    tokens_ = {must(etkv::examples::argmax(logits, logits.last_row()))};
   }
 
-  Module module_;
+  Program program_;
   etkv::CacheSession<etkv::Cache> session_;
   std::vector<int64_t> tokens_;
 };
