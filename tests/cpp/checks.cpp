@@ -8,7 +8,7 @@
 
 #include "examples/common/interrupt.hpp"
 #include "examples/common/reference_decoding.hpp"
-#include "fixture.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -16,42 +16,20 @@ namespace {
 using examples::Decoding;
 using examples::FinishReason;
 
-examples::Model open(
-    const std::string& name,
-    std::optional<int64_t> capacity = std::nullopt) {
-  examples::ModelOptions options;
-  options.capacity = capacity;
-  options.model = program_path(name);
-  options.raw = true;
-  return must(examples::Model::open(options));
-}
-
 /// Returns the answer of reference decoding, of `n` ids.
-Decoding answer(const Ids& prompt, size_t n, int32_t window = 0) {
-  On<Cache> on([&](CacheConfig& config) {
-    for (auto& layer : config.layers) {
-      layer.window = window;
-    }
-  });
+Decoding answer(const Ids& prompt, size_t n, const Change& change = nullptr) {
   Decoding one{"the answer", prompt, static_cast<int64_t>(n)};
   one.stop = FinishReason::length;
-  Rows rows = on.model.at(0, prompt);
-  while (one.ids.size() < n) {
-    one.ids.push_back(rows.best());
-    rows = on.model.at(one.position(), {one.ids.back()});
-  }
+  one.ids = reference_ids("llama-f32", prompt, n, change);
   return one;
 }
 
 void right_and_wrong() {
   auto model = open("llama-f32");
-  model.end_with({});
   const Decoding first = answer(text(7), 12);
   // The beginning that this prompt shares with the previous one is not read
   // again.
-  Ids longer = text(7);
-  longer.push_back(3);
-  const Decoding second = answer(longer, 12);
+  const Decoding second = answer(joined(text(7), {3}), 12);
   must(check_answers(model, {first, second, first}));
 
   for (const size_t at : {size_t{0}, size_t{5}, size_t{11}}) {
@@ -74,7 +52,6 @@ void right_and_wrong() {
 
 void ends() {
   auto model = open("llama-f32");
-  model.end_with({});
   Decoding one = answer(text(7), 12);
   Decoding cut = one;
   cut.ids.pop_back();
@@ -108,7 +85,6 @@ void full_caches() {
   one.stop = FinishReason::capacity;
   // The last id is not in the cache.
   auto exact = open("llama-f32", 7 + 12 - 1);
-  exact.end_with({});
   must(check_answers(exact, {one}));
   Decoding cut = one;
   cut.ids.pop_back();
@@ -120,7 +96,6 @@ void full_caches() {
   CHECK(!check_answers(exact, {one, cut}).ok());
   // The positions of other sequences are unknown.
   auto shared = open("llama-f32", 100);
-  shared.end_with({});
   CHECK(!check_answers(shared, {one}).ok());
   Decoding other = one;
   other.sequence = 1;
@@ -162,7 +137,6 @@ bool finds_the_wrong_id(
 /// Ctrl-C in the middle of an answer.
 void interrupts() {
   auto model = open("llama-f32");
-  model.end_with({});
   Decoding wrong = answer(text(7), 20);
   wrong.ids.back() = (wrong.ids.back() + 1) % kVocabulary;
   int n = 0;
@@ -183,15 +157,9 @@ void interrupts() {
 /// a cache.
 void windows() {
   auto model = open("llama-f32");
-  model.end_with({});
-  const Decoding one = answer(text(7), 20, /*window=*/8);
+  const Decoding one = answer(text(7), 20, windows_of(8));
   REQUIRE(one.ids != answer(text(7), 20).ids);
-  const auto window = [](CacheConfig& config) {
-    for (auto& layer : config.layers) {
-      layer.window = 8;
-    }
-  };
-  must(check_answers(model, {one, one}, window));
+  must(check_answers(model, {one, one}, windows_of(8)));
   CHECK(!check_answers(model, {one}).ok());
 }
 
@@ -239,7 +207,6 @@ Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
 /// In bfloat16 many ids are close to the best. A wrong id is still refused.
 void short_floats() {
   auto model = open("llama-bf16");
-  model.end_with({});
   const auto honest = worst(text(7), 40, [](double) { return -1.0; });
   must(check_answers(model, {honest, honest}));
   CHECK_REFUSED(

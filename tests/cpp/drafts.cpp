@@ -4,9 +4,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
-#include "examples/common/generator.hpp"
 #include "examples/common/interrupt.hpp"
 #include "speculative.hpp"
 
@@ -21,10 +19,6 @@ fresh(const std::string& name, const Ids& text, const TreeShape& shape) {
   return must(draft(name, target)->propose(text, shape, greedy));
 }
 
-bool same(const TokenTree& a, const TokenTree& b) {
-  return a.tokens == b.tokens && a.parents == b.parents;
-}
-
 /// Answers every prompt greedily, and compares the answers with reference
 /// decoding.
 void answers_as_reference(
@@ -35,14 +29,11 @@ void answers_as_reference(
     int64_t width) {
   Target target;
   const auto proposer = draft(name, target);
-  examples::Speculator speculator(
-      target.model, target.cache(), *proposer, {{}, depth, width});
-  examples::Generator generator(
-      target.model.program(), target.cache(), {}, &speculator);
+  Speculation speculation(target, *proposer, depth, width);
   for (const Ids& prompt : prompts) {
-    const auto answer = must(generator.answer(
-        prompt, static_cast<int64_t>(n), examples::Listener()));
-    CHECK(answer.ids == reference_ids("llama-f32", prompt, n));
+    CHECK(
+        speculation.answer(prompt, n).ids ==
+        reference_ids("llama-f32", prompt, n));
   }
 }
 
@@ -61,9 +52,7 @@ void costs_before_the_first_tree() {
 void windows() {
   const TreeShape shape = {3, 2, 32};
   const Ids before = text(120, 5);
-  Ids other = slice(before, 0, 10);
-  const Ids rest = text(30, 6);
-  other.insert(other.end(), rest.begin(), rest.end());
+  const Ids other = joined(slice(before, 0, 10), text(30, 6));
 
   Target target;
   const auto proposer = draft("mistral-window", target);
@@ -135,10 +124,7 @@ void commits_that_cannot_be() {
   REQUIRE(tree.parents[1] == 0 && tree.parents[2] == 0);
   const auto refused = proposer->commit({0, 1, 2});
   CHECK_REFUSED(refused, ETKV_ERROR_INVALID_ARGUMENT, "the draft: ");
-  Ids longer = prompt();
-  longer.push_back(tree.tokens[1]);
-  longer.push_back(tree.tokens[2]);
-  longer.push_back(7);
+  const Ids longer = joined(prompt(), {tree.tokens[1], tree.tokens[2], 7});
   CHECK(same(
       must(proposer->propose(longer, shape, greedy)),
       fresh("llama-f32", longer, shape)));
@@ -146,8 +132,7 @@ void commits_that_cannot_be() {
 
 /// Writes the program with its context length under another name.
 void untold_context(const std::string& path) {
-  std::ifstream file(program_path("llama-f32"), std::ios::binary);
-  std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  std::string bytes = contents(program_path("llama-f32"));
   const std::string name = "get_max_ctx_len";
   size_t found = 0;
   for (size_t at = bytes.find(name); at != std::string::npos;

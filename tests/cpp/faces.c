@@ -6,8 +6,7 @@
 
 static const etkv_status INVALID = ETKV_ERROR_INVALID_ARGUMENT;
 
-/* ---- The faces of each kind
- * --------------------------------------------------- */
+/* ---- The faces of each kind ---------------------------------------------- */
 
 static void capabilities(void) {
   static const struct {
@@ -24,34 +23,27 @@ static void capabilities(void) {
   for (int i = 0; i < 3; ++i) {
     etkv_session* session = new_session_of(kinds[i].kind, &s.config);
     etkv_cache* cache = cache_of(session);
-    etkv_seq_cache* sequences = NULL;
-    etkv_tree_cache* trees = NULL;
-    etkv_error* error = NULL;
-
-    CHECK_INT(
-        etkv_session_seq(session, &sequences, &error), kinds[i].sequences);
-    CHECK((sequences != NULL) == (error == NULL));
-    if (error != NULL) {
-      CHECK_HAS(etkv_error_message(error), kinds[i].kind);
-      etkv_error_free(error);
-      error = NULL;
-    }
-    etkv_seq_cache_free(sequences);
-    sequences = NULL;
-    CHECK_INT(etkv_cache_as_seq(cache, &sequences, NULL), kinds[i].sequences);
-    CHECK((sequences != NULL) == (kinds[i].sequences == ETKV_OK));
-    etkv_seq_cache_free(sequences);
-
-    CHECK_INT(etkv_session_tree(session, &trees, &error), kinds[i].trees);
-    CHECK((trees != NULL) == (error == NULL));
-    if (error != NULL) {
-      CHECK_HAS(etkv_error_message(error), kinds[i].kind);
-      etkv_error_free(error);
-    }
-    etkv_tree_cache_free(trees);
-    trees = NULL;
-    CHECK_INT(etkv_cache_as_tree(cache, &trees, NULL), kinds[i].trees);
-    etkv_tree_cache_free(trees);
+    const etkv_status seq = kinds[i].sequences;
+    const etkv_status tree = kinds[i].trees;
+#define CHECK_FACE(type, call, wanted)                     \
+  do {                                                     \
+    type* face = NULL;                                     \
+    etkv_error* error = NULL;                              \
+    CHECK_INT(call, wanted);                               \
+    CHECK((face != NULL) == ((wanted) == ETKV_OK));        \
+    CHECK((face != NULL) == (error == NULL));              \
+    if (error != NULL) {                                   \
+      CHECK_HAS(etkv_error_message(error), kinds[i].kind); \
+    }                                                      \
+    etkv_error_free(error);                                \
+    type##_free(face);                                     \
+  } while (0)
+    CHECK_FACE(etkv_seq_cache, etkv_session_seq(session, &face, &error), seq);
+    CHECK_FACE(etkv_seq_cache, etkv_cache_as_seq(cache, &face, &error), seq);
+    CHECK_FACE(
+        etkv_tree_cache, etkv_session_tree(session, &face, &error), tree);
+    CHECK_FACE(etkv_tree_cache, etkv_cache_as_tree(cache, &face, &error), tree);
+#undef CHECK_FACE
     etkv_cache_free(cache);
     etkv_session_free(session);
   }
@@ -68,42 +60,40 @@ static void empty_sequences(void) {
 
   int32_t number = 7;
   for (int32_t sequence = 0; sequence < 256; sequence += 85) {
-    CHECK_INT(etkv_seq_cache_len(c, sequence, &number, NULL), ETKV_OK);
+    CHECK_OK(etkv_seq_cache_len(c, sequence, &number, NULL));
     CHECK_INT(number, 0);
-    CHECK_INT(etkv_seq_cache_next(c, sequence, &number, NULL), ETKV_OK);
+    CHECK_OK(etkv_seq_cache_next(c, sequence, &number, NULL));
     CHECK_INT(number, 0);
-    CHECK_INT(
-        etkv_seq_cache_rewindable_to(c, sequence, &number, NULL), ETKV_OK);
+    CHECK_OK(etkv_seq_cache_rewindable_to(c, sequence, &number, NULL));
     CHECK_INT(number, 0);
   }
   /* The number of elements is stored with an array and without. */
   etkv_range range = {7, 7};
   size_t n = 7;
-  CHECK_INT(etkv_seq_cache_positions(c, 0, NULL, 0, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_positions(c, 0, NULL, 0, &n, NULL));
   CHECK_INT(n, 0);
   n = 7;
-  CHECK_INT(etkv_seq_cache_positions(c, 0, &range, 1, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_positions(c, 0, &range, 1, &n, NULL));
   CHECK_INT(n, 0);
   CHECK(range.begin == 7);
   n = 7;
-  CHECK_INT(etkv_seq_cache_sequences(c, NULL, 0, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_sequences(c, NULL, 0, &n, NULL));
   CHECK_INT(n, 0);
 
   /* Copying or removing nothing is no error. */
-  CHECK_INT(etkv_seq_cache_cp(c, 0, 1, 0, INT32_MAX, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_rm(c, 3, 0, INT32_MAX, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_rm(c, 3, 5, 5, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_keep(c, 255, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_compact(c, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_cp(c, 0, 1, 0, INT32_MAX, NULL));
+  CHECK_OK(etkv_seq_cache_rm(c, 3, 0, INT32_MAX, NULL));
+  CHECK_OK(etkv_seq_cache_rm(c, 3, 5, 5, NULL));
+  CHECK_OK(etkv_seq_cache_keep(c, 255, NULL));
+  CHECK_OK(etkv_seq_cache_compact(c, NULL));
 
   static const int32_t tokens[4] = {0, 255, 3, 3};
   static const int32_t counts[3] = {1, 2, 1};
-  CHECK_INT(etkv_seq_cache_begin_step(c, tokens, 4, NULL), ETKV_OK);
-  CHECK_INT(
-      etkv_seq_cache_begin_step_shared(c, tokens, 4, counts, 3, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_begin_step(c, tokens, 4, NULL));
+  CHECK_OK(etkv_seq_cache_begin_step_shared(c, tokens, 4, counts, 3, NULL));
   CHECK_REFUSED(etkv_seq_cache_begin_step(c, NULL, 0, error), INVALID, "token");
-  CHECK_INT(etkv_seq_cache_cancel_step(c, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_cancel_step(c, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_cancel_step(c, NULL));
+  CHECK_OK(etkv_seq_cache_cancel_step(c, NULL));
   etkv_seq_cache_free(c);
   etkv_session_free(session);
 }
@@ -127,31 +117,21 @@ static void numbers_that_cannot_be(void) {
     snprintf(words, sizeof(words), "%d", bad);
     int32_t number = 7;
     size_t size = 7;
-    CHECK_REFUSED(etkv_seq_cache_begin_step(c, &bad, 1, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_seq_cache_begin_step_shared(c, &bad, 1, &one, 1, error),
-        INVALID,
-        words);
-    CHECK_REFUSED(
-        etkv_seq_cache_cp(c, bad, 0, 0, INT32_MAX, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_seq_cache_cp(c, 0, bad, 0, INT32_MAX, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_seq_cache_rm(c, bad, 0, INT32_MAX, error), INVALID, words);
-    CHECK_REFUSED(etkv_seq_cache_keep(c, bad, error), INVALID, words);
-    CHECK_REFUSED(etkv_seq_cache_len(c, bad, &number, error), INVALID, words);
-    CHECK_REFUSED(etkv_seq_cache_next(c, bad, &number, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_seq_cache_rewindable_to(c, bad, &number, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_seq_cache_positions(c, bad, NULL, 0, &size, error),
-        INVALID,
-        words);
-    CHECK_REFUSED(
-        etkv_tree_cache_propose(t, bad, &root, 1, error), INVALID, words);
-    CHECK_REFUSED(
-        etkv_tree_cache_commit(t, bad, &zero, 1, error), INVALID, words);
-    CHECK_REFUSED(etkv_tree_cache_len(t, bad, &size, error), INVALID, words);
+#define CHECK_BAD(call) CHECK_REFUSED(call, INVALID, words)
+    CHECK_BAD(etkv_seq_cache_begin_step(c, &bad, 1, error));
+    CHECK_BAD(etkv_seq_cache_begin_step_shared(c, &bad, 1, &one, 1, error));
+    CHECK_BAD(etkv_seq_cache_cp(c, bad, 0, 0, INT32_MAX, error));
+    CHECK_BAD(etkv_seq_cache_cp(c, 0, bad, 0, INT32_MAX, error));
+    CHECK_BAD(etkv_seq_cache_rm(c, bad, 0, INT32_MAX, error));
+    CHECK_BAD(etkv_seq_cache_keep(c, bad, error));
+    CHECK_BAD(etkv_seq_cache_len(c, bad, &number, error));
+    CHECK_BAD(etkv_seq_cache_next(c, bad, &number, error));
+    CHECK_BAD(etkv_seq_cache_rewindable_to(c, bad, &number, error));
+    CHECK_BAD(etkv_seq_cache_positions(c, bad, NULL, 0, &size, error));
+    CHECK_BAD(etkv_tree_cache_propose(t, bad, &root, 1, error));
+    CHECK_BAD(etkv_tree_cache_commit(t, bad, &zero, 1, error));
+    CHECK_BAD(etkv_tree_cache_len(t, bad, &size, error));
+#undef CHECK_BAD
     CHECK(number == 7 && size == 7);
   }
 
@@ -216,13 +196,13 @@ static void trees_that_were_not_run(void) {
       etkv_tree_cache_propose(t, 2, many, CAPACITY + 1, error),
       ETKV_ERROR_CAPACITY,
       "11 nodes");
-  CHECK_INT(etkv_tree_cache_len(t, 2, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_tree_cache_len(t, 2, &n, NULL));
   CHECK_INT(n, 0);
   CHECK_REFUSED(
       etkv_tree_cache_commit(t, 2, NULL, 0, error), INVALID, "sequence 2");
 
-  CHECK_INT(etkv_tree_cache_propose(t, 2, parents, 4, NULL), ETKV_OK);
-  CHECK_INT(etkv_tree_cache_len(t, 2, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_tree_cache_propose(t, 2, parents, 4, NULL));
+  CHECK_OK(etkv_tree_cache_len(t, 2, &n, NULL));
   CHECK_INT(n, 4);
   CHECK_REFUSED(
       etkv_tree_cache_propose(t, 2, parents, 4, error),
@@ -234,16 +214,16 @@ static void trees_that_were_not_run(void) {
       "0 nodes of");
   /* A sequence with a tree exists, even without positions. */
   int32_t live[2] = {7, 7};
-  CHECK_INT(etkv_seq_cache_sequences(c, live, 2, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_seq_cache_sequences(c, live, 2, &n, NULL));
   CHECK(n == 1 && live[0] == 2 && live[1] == 7);
   CHECK_REFUSED(
       etkv_seq_cache_sequences(c, live, 0, &n, error), INVALID, "there are 1");
   int32_t length = 7;
-  CHECK_INT(etkv_cache_length(cache, &length, NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_length(cache, &length, NULL));
   CHECK_INT(length, 0);
 
-  CHECK_INT(etkv_tree_cache_commit(t, 2, NULL, 0, NULL), ETKV_OK);
-  CHECK_INT(etkv_tree_cache_len(t, 2, &n, NULL), ETKV_OK);
+  CHECK_OK(etkv_tree_cache_commit(t, 2, NULL, 0, NULL));
+  CHECK_OK(etkv_tree_cache_len(t, 2, &n, NULL));
   CHECK_INT(n, 0);
   etkv_tree_cache_free(t);
   etkv_seq_cache_free(c);
@@ -267,19 +247,19 @@ static void keys_of_the_callers_own(void) {
       INVALID,
       "expected a cache key of 1 to 255 bytes, got one of 0 bytes");
 
-  CHECK_INT(etkv_registry_install("mine", BACKEND, cache, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_install("mine", BACKEND, cache, NULL));
   CHECK_REFUSED(
       etkv_registry_install("mine", BACKEND, cache, error), INVALID, "taken");
   /* The entry keeps the cache alive, and returns the same cache. */
-  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_convert(cache, "f32", "f32", NULL));
   etkv_cache_free(cache);
   cache = NULL;
-  CHECK_INT(etkv_registry_get("mine", &cache, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_get("mine", &cache, NULL));
   const char* k = "";
   const char* v = "";
-  CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_formats(cache, &k, &v, NULL));
   CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f32") == 0);
-  CHECK_INT(etkv_registry_erase("mine", NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_erase("mine", NULL));
   etkv_cache_free(cache);
 
   /*
@@ -289,17 +269,17 @@ static void keys_of_the_callers_own(void) {
   etkv_session* session = new_session(&s.config);
   char key[64];
   snprintf(key, sizeof(key), "%s", etkv_session_key(session));
-  CHECK_INT(etkv_registry_get(key, &cache, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_get(key, &cache, NULL));
   etkv_cache_free(cache);
-  CHECK_INT(etkv_registry_erase(key, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_erase(key, NULL));
   REQUIRE(etkv_cache_new(BACKEND, "tree", &s.config, &cache, NULL) == ETKV_OK);
-  CHECK_INT(etkv_registry_install(key, BACKEND, cache, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_install(key, BACKEND, cache, NULL));
   etkv_cache_free(cache);
   etkv_session_free(session);
-  CHECK_INT(etkv_registry_get(key, &cache, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_get(key, &cache, NULL));
   CHECK(strcmp(etkv_cache_kind(cache), "tree") == 0);
   etkv_cache_free(cache);
-  CHECK_INT(etkv_registry_erase(key, NULL), ETKV_OK);
+  CHECK_OK(etkv_registry_erase(key, NULL));
 }
 
 int main(void) {

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -28,6 +30,8 @@ using ::executorch::runtime::EValue;
 
 using Session = CacheSession<Cache>;
 using Ids = std::vector<int64_t>;
+/// A change of a cache's config.
+using Change = std::function<void(CacheConfig&)>;
 
 /// The programs of models.py: 320 ids, at most 32 tokens a step.
 inline constexpr int64_t kVocabulary = 320;
@@ -50,6 +54,11 @@ inline std::string program_path(std::string name) {
     name.replace(end, std::string::npos, "-cpu");
   }
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
+}
+
+inline std::string contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 /// Returns the value of a Result, or ends the test with the error's message.
@@ -90,6 +99,11 @@ inline Ids slice(const Ids& ids, size_t start, size_t n) {
   return Ids(from, from + static_cast<std::ptrdiff_t>(n));
 }
 
+inline Ids joined(Ids ids, const Ids& more) {
+  ids.insert(ids.end(), more.begin(), more.end());
+  return ids;
+}
+
 /// Rows of logits. `==` compares bits.
 struct Rows {
   int64_t count = 0;
@@ -99,17 +113,24 @@ struct Rows {
   Rows last() const {
     return row(count - 1);
   }
+  Rows tail(int64_t n) const {
+    return part(count - n, n);
+  }
+  void append(const Rows& rows) {
+    count += rows.count;
+    vocabulary = rows.vocabulary;
+    values.insert(values.end(), rows.values.begin(), rows.values.end());
+  }
   Rows row(int64_t index) const {
-    const auto* begin = values.data() + index * vocabulary;
-    return {1, vocabulary, {begin, begin + vocabulary}};
+    return part(index, 1);
+  }
+  Rows part(int64_t first, int64_t n) const {
+    const auto* begin = values.data() + first * vocabulary;
+    return {n, vocabulary, {begin, begin + n * vocabulary}};
   }
   int64_t best() const {
-    const auto row = last();
-    const auto* least = row.values.data();
-    for (const float& value : row.values) {
-      least = value > *least ? &value : least;
-    }
-    return least - row.values.data();
+    const auto row = last().values;
+    return std::max_element(row.begin(), row.end()) - row.begin();
   }
 };
 
@@ -150,6 +171,19 @@ inline Result<Rows> rows_of(const std::vector<EValue>& outputs) {
   return rows;
 }
 
+/// Runs one step of a loaded program. Ids and positions are not checked here.
+inline Result<Rows> run_step(Module& module, Ids ids, Ids positions) {
+  const auto ids_tensor = from_blob(
+      ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
+  const auto positions_tensor = from_blob(
+      positions.data(),
+      {static_cast<int32_t>(positions.size())},
+      ScalarType::Long);
+  auto outputs = execute(
+      module, "forward", {EValue(*ids_tensor), EValue(*positions_tensor)});
+  return outputs.ok() ? rows_of(*outputs) : outputs.error();
+}
+
 /// A program, not loaded yet.
 class Model {
  public:
@@ -166,25 +200,26 @@ class Model {
     return load_method(*module_, "forward", options);
   }
 
-  /// Runs one step. Ids and positions are not checked here.
   Result<Rows> step(Ids ids, Ids positions) {
-    const auto ids_tensor = from_blob(
-        ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
-    const auto positions_tensor = from_blob(
-        positions.data(),
-        {static_cast<int32_t>(positions.size())},
-        ScalarType::Long);
-    auto outputs = execute(
-        *module_, "forward", {EValue(*ids_tensor), EValue(*positions_tensor)});
-    if (!outputs.ok()) {
-      return outputs.error();
-    }
-    return rows_of(*outputs);
+    return run_step(*module_, std::move(ids), std::move(positions));
   }
 
-  /// Runs the ids, the first at `position`, in steps that must succeed.
+  /// Runs the ids, the first at `position`, in a step that must succeed.
   Rows at(int64_t position, const Ids& ids) {
     return must(step(ids, run(position, static_cast<int64_t>(ids.size()))));
+  }
+
+  /// Runs a part of the ids at their positions, `chunk` per step. Returns the
+  /// rows of all steps.
+  Rows
+  read(const Ids& ids, size_t chunk, size_t begin = 0, size_t end = SIZE_MAX) {
+    Rows all;
+    end = std::min(end, ids.size());
+    for (size_t i = begin; i < end; i += chunk) {
+      const Ids some = slice(ids, i, std::min(chunk, end - i));
+      all.append(at(static_cast<int64_t>(i), some));
+    }
+    return all;
   }
 
   Module& module() {
@@ -200,37 +235,33 @@ class Model {
 
 /// Returns a session with a float32 cache, whose first allocation has 4 slots,
 /// so that it grows in tests.
-inline Session session_for(
-    Model& model,
-    int32_t capacity = 64,
-    const std::string& format = "f32",
-    int32_t min_chunk = 4) {
+template <typename Face = Cache>
+CacheSession<Face> session_for(Model& model, const Change& change = nullptr) {
   const auto params = model.params();
-  return must(make_decode_session(
-      params.backend_id, make_config(params, capacity, format, min_chunk)));
+  auto config = make_config(params, 64, "f32", 4);
+  if (change) {
+    change(config);
+  }
+  return must(CacheSession<Face>::make(params.backend_id, config));
 }
 
 /// A program on a cache of the kind that the face has.
 template <typename Face>
 struct On {
   explicit On(
-      const std::function<void(CacheConfig&)>& change = nullptr,
-      const std::string& name = "llama-f32")
-      : model(name), session(make(model, change)) {
-    must(model.load(session.key()));
+      const Change& change = nullptr,
+      const std::string& name = "llama-f32",
+      Logits rows = Logits::all)
+      : model(name), session(session_for<Face>(model, change)) {
+    must(model.load(session.key(), rows));
   }
 
-  static CacheSession<Face> make(
-      Model& model,
-      const std::function<void(CacheConfig&)>& change) {
-    const auto params = model.params();
-    auto config = make_config(params, 64, "f32", 4);
-    if (change) {
-      change(config);
-    }
-    return must(CacheSession<Face>::make(params.backend_id, config));
+  Rows at(int64_t position, const Ids& ids) {
+    return model.at(position, ids);
   }
-
+  Face& cache() {
+    return session.cache();
+  }
   Face* operator->() {
     return &session.cache();
   }
@@ -239,21 +270,18 @@ struct On {
   CacheSession<Face> session;
 };
 
+/// Returns a change: windows of `n` positions in all layers.
+inline Change windows_of(int32_t n) {
+  return [n](CacheConfig& config) {
+    for (auto& layer : config.layers) {
+      layer.window = n;
+    }
+  };
+}
+
 /// Returns the rows of `ids` on a contiguous cache, a few per step.
-inline Rows alone(
-    const Ids& ids,
-    const std::function<void(CacheConfig&)>& change = nullptr,
-    size_t chunk = 5) {
-  On<Cache> bound(change);
-  Rows all;
-  for (size_t i = 0; i < ids.size(); i += chunk) {
-    const size_t n = std::min(chunk, ids.size() - i);
-    const Rows rows = bound.model.at(static_cast<int64_t>(i), slice(ids, i, n));
-    all.count += rows.count;
-    all.vocabulary = rows.vocabulary;
-    all.values.insert(all.values.end(), rows.values.begin(), rows.values.end());
-  }
-  return all;
+inline Rows alone(const Ids& ids, const Change& change = nullptr) {
+  return On<Cache>(change).model.read(ids, 5);
 }
 
 /// Compares with a tolerance, because attention with a mask sums in another
@@ -263,26 +291,21 @@ inline bool close(const Rows& a, const Rows& b) {
 }
 
 /// A program on a contiguous cache.
-struct Bound {
+struct Bound : On<Cache> {
   explicit Bound(
       const std::string& name = "llama-f32",
       int32_t capacity = 64,
       const std::string& format = "f32",
       int32_t min_chunk = 4,
       Logits rows = Logits::all)
-      : model(name), session(session_for(model, capacity, format, min_chunk)) {
-    must(model.load(session.key(), rows));
-  }
-
-  Rows at(int64_t position, const Ids& ids) {
-    return model.at(position, ids);
-  }
-  Cache& cache() {
-    return session.cache();
-  }
-
-  Model model;
-  Session session;
+      : On(
+            [&](CacheConfig& config) {
+              config.capacity = capacity;
+              config.k_format = config.v_format = format;
+              config.min_chunk = min_chunk;
+            },
+            name,
+            rows) {}
 };
 
 inline bool operator==(const Memory& a, const Memory& b) {

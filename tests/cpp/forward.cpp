@@ -205,23 +205,19 @@ class Forward {
       return true;
     };
     Stopwatch watch;
-    const auto filled = prefill(
-        program_,
-        prompt_.data(),
-        /*position=*/0,
-        prompt_.size(),
-        chunk,
-        on_chunk);
-    if (!filled.ok()) {
-      return filled.error();
-    }
-    LogitsView logits = *filled.value();
-    auto id = argmax(logits, logits.last_row());
-    if (!id.ok()) {
-      return id.error();
-    }
+    ASSIGN_OR_RETURN(
+        const auto filled,
+        prefill(
+            program_,
+            prompt_.data(),
+            /*position=*/0,
+            prompt_.size(),
+            chunk,
+            on_chunk));
+    const LogitsView& logits = *filled;
+    ASSIGN_OR_RETURN(int64_t id, argmax(logits, logits.last_row()));
     run.prefill_seconds = watch.lap();
-    run.ids.push_back(*id);
+    run.ids.push_back(id);
     if (last_row != nullptr) {
       last_row->write(logits, logits.last_row());
     }
@@ -229,18 +225,14 @@ class Forward {
     auto position = static_cast<int64_t>(prompt_.size());
     for (int64_t i = 0; i < decode; ++i, ++position) {
       watch.lap();
-      const auto next = program_.step_at(&run.ids.back(), position, /*n=*/1);
-      if (!next.ok()) {
-        return next.error();
-      }
-      id = argmax(next.value(), next.value().last_row());
-      if (!id.ok()) {
-        return id.error();
-      }
+      ASSIGN_OR_RETURN(
+          const auto next,
+          program_.step_at(&run.ids.back(), position, /*n=*/1));
+      ASSIGN_OR_RETURN(id, argmax(next, next.last_row()));
       run.decode_seconds.push_back(watch.lap());
-      run.ids.push_back(*id);
+      run.ids.push_back(id);
       if (all_rows != nullptr) {
-        all_rows->write(next.value(), next.value().last_row());
+        all_rows->write(next, next.last_row());
       }
     }
     read_memory(run);
@@ -338,73 +330,56 @@ std::string table(const std::vector<Run>& runs, size_t prompt_tokens) {
 }
 
 Result<void> run(const Options& options) {
-  auto prompt = read_ids(*options.ids_file);
-  if (!prompt.ok()) {
-    return prompt.error();
-  }
-  const size_t prompt_tokens = prompt->size();
+  ASSIGN_OR_RETURN(auto prompt, read_ids(*options.ids_file));
+  const size_t prompt_tokens = prompt.size();
   std::optional<RowFile> last_row;
   std::optional<RowFile> all_rows;
   for (auto [path, rows] :
        {std::pair(&options.logits_file, &last_row),
         std::pair(&options.all_logits_file, &all_rows)}) {
     if (*path) {
-      auto created = RowFile::create(**path);
-      if (!created.ok()) {
-        return created.error();
-      }
-      rows->emplace(std::move(created.value()));
+      ASSIGN_OR_RETURN(auto created, RowFile::create(**path));
+      rows->emplace(std::move(created));
     }
   }
 
   Stopwatch watch;
-  auto program = Program::open(*options.model);
-  if (!program.ok()) {
-    return program.error();
-  }
+  ASSIGN_OR_RETURN(auto program, Program::open(*options.model));
   const std::string format =
-      options.kv_format.value_or(program->native_format());
+      options.kv_format.value_or(program.native_format());
   const auto capacity = static_cast<int32_t>(
-      options.capacity.value_or(program->params().max_context_length));
-  auto session = make_decode_session(
-      program->params().backend_id,
-      make_config(program->params(), capacity, format));
-  if (!session.ok()) {
-    return session.error();
-  }
+      options.capacity.value_or(program.params().max_context_length));
+  ASSIGN_OR_RETURN(
+      auto session,
+      make_decode_session(
+          program.params().backend_id,
+          make_config(program.params(), capacity, format)));
   const Logits wanted = all_rows || options.rows == "all" ? Logits::all
                         : options.rows == "proposed"      ? Logits::proposed
                                                           : Logits::last;
   const bool on_device = options.loop == "device";
-  if (auto loaded = program->load(session->key(), wanted); !loaded.ok()) {
-    return loaded;
-  }
+  RETURN_IF_ERROR(program.load(session.key(), wanted));
   const double load_seconds = watch.lap();
 
-  Forward forward(*program, session->cache(), std::move(*prompt));
+  Forward forward(program, session.cache(), std::move(prompt));
   std::vector<Run> runs;
   for (int64_t i = 0; i < options.repeat.value_or(1); ++i) {
-    if (auto cleared = session->cache().clear(); !cleared.ok()) {
-      return cleared;
-    }
+    RETURN_IF_ERROR(session.cache().clear());
     // The rows are the same in each run. Write them in the first run only, so
     // that the times of other runs do not include it.
-    auto run = on_device ? forward.run_on_device(options.decode.value_or(0))
-                         : forward.run(
-                               static_cast<size_t>(options.chunk.value_or(0)),
-                               options.decode.value_or(0),
-                               i == 0 && last_row ? &*last_row : nullptr,
-                               i == 0 && all_rows ? &*all_rows : nullptr);
-    if (!run.ok()) {
-      return run.error();
-    }
-    runs.push_back(std::move(*run));
+    ASSIGN_OR_RETURN(
+        auto run,
+        on_device ? forward.run_on_device(options.decode.value_or(0))
+                  : forward.run(
+                        static_cast<size_t>(options.chunk.value_or(0)),
+                        options.decode.value_or(0),
+                        i == 0 && last_row ? &*last_row : nullptr,
+                        i == 0 && all_rows ? &*all_rows : nullptr));
+    runs.push_back(std::move(run));
   }
   for (auto* rows : {&last_row, &all_rows}) {
     if (*rows) {
-      if (auto closed = (*rows)->close(); !closed.ok()) {
-        return closed;
-      }
+      RETURN_IF_ERROR((*rows)->close());
     }
   }
   const std::string report =

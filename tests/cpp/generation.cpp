@@ -4,7 +4,6 @@
 #include <limits>
 #include <thread>
 
-#include "examples/common/log.hpp"
 #include "fixture.hpp"
 
 namespace etkv::tests {
@@ -18,15 +17,10 @@ Ids by_steps(
     const Ids& prompt,
     const Sampling& sampling,
     size_t answer = 0,
-    const std::function<void(CacheConfig&)>& change = nullptr) {
+    const Change& change = nullptr) {
   On<Cache> bound(change);
-  Ids text;
-  Rows rows;
-  for (size_t i = 0; i < prompt.size(); i += 16) {
-    const auto part = slice(prompt, i, std::min<size_t>(16, prompt.size() - i));
-    rows = bound.model.at(static_cast<int64_t>(i), part).last();
-  }
-  text = prompt;
+  Rows rows = bound.model.read(prompt, 16);
+  Ids text = prompt;
   for (uint64_t n = 0;; ++n) {
     const auto last = rows.last();
     text.push_back(must(choose(
@@ -74,11 +68,11 @@ void same_as_steps() {
   const Ids prompt = text(40, 3);
   for (const auto& sampling : samplings()) {
     const Ids wanted = by_steps(prompt, sampling);
-    for (const bool ahead : {true, false}) {
+    for (const RunAhead ahead : {RunAhead::always, RunAhead::never}) {
       On<Face> bound;
       auto how = options(sampling);
-      how.run_ahead = ahead ? RunAhead::always : RunAhead::never;
-      CHECK(must(generate(*bound.operator->(), prompt, how)) == wanted);
+      how.run_ahead = ahead;
+      CHECK(must(generate(bound.cache(), prompt, how)) == wanted);
       CHECK_INT(*bound->length(), 40 + kTokens - 1);
     }
   }
@@ -87,10 +81,8 @@ void same_as_steps() {
 /// At every token the cache holds the prompt and the earlier tokens, even if
 /// windows have moved. The host can continue as without async decode.
 void holds_what_was_delivered() {
-  const auto windows = [](CacheConfig& config) {
-    for (auto& layer : config.layers) {
-      layer.window = 6;
-    }
+  const Change windows = [](CacheConfig& config) {
+    windows_of(6)(config);
     config.max_step_tokens = 16;
   };
   const Ids prompt = text(30, 7);
@@ -98,8 +90,8 @@ void holds_what_was_delivered() {
   for (size_t taken = 1; taken < kTokens; taken += 5) {
     On<Cache> bound(windows);
     size_t delivered = 0;
-    const auto answer = must(
-        generate(*bound.operator->(), prompt, options(), [&](int64_t, End) {
+    const auto answer =
+        must(generate(bound.cache(), prompt, options(), [&](int64_t, End) {
           CHECK_INT(*bound->length(), prompt.size() + delivered);
           return ++delivered < taken;
         }));
@@ -124,21 +116,21 @@ void ends() {
     return true;
   };
   CHECK(
-      must(generate(*bound.operator->(), prompt, how, last)) ==
+      must(generate(bound.cache(), prompt, how, last)) ==
       slice(wanted, 0, first + 1));
   CHECK(end == End::stop);
   CHECK_INT(*bound->length(), 20 + first);
 
   On<Cache> small([](CacheConfig& config) { config.capacity = 25; });
   CHECK(
-      must(generate(*small.operator->(), prompt, options(), last)) ==
+      must(generate(small.cache(), prompt, options(), last)) ==
       slice(wanted, 0, 6));
   CHECK(end == End::capacity);
   CHECK_INT(*small->length(), 25);
   how = options();
   how.max_tokens = 0;
   On<Cache> nothing;
-  CHECK(must(generate(*nothing.operator->(), prompt, how)).empty());
+  CHECK(must(generate(nothing.cache(), prompt, how)).empty());
   CHECK_INT(*nothing->length(), 20);
 }
 
@@ -159,7 +151,7 @@ void batches() {
     On<SeqCache> bound([](CacheConfig& config) { config.capacity = 200; });
     auto how = options(one);
     how.stop = {wanted[1][5]};
-    auto generation = must(Generation::make(*bound.operator->(), given, how));
+    auto generation = must(Generation::make(bound.cache(), given, how));
     std::vector<Ids> answers(prompts.size());
     std::vector<bool> ended(prompts.size());
     for (auto next = must(generation.next()); !next.empty();
@@ -189,10 +181,8 @@ void between_tokens() {
   const Ids prompt = text(12, 9);
   const Ids wanted = by_steps(prompt, {});
   On<SeqCache> bound;
-  auto one =
-      must(Generation::make(*bound.operator->(), {{prompt, 0}}, options()));
-  auto two =
-      must(Generation::make(*bound.operator->(), {{prompt, 1}}, options()));
+  auto one = must(Generation::make(bound.cache(), {{prompt, 0}}, options()));
+  auto two = must(Generation::make(bound.cache(), {{prompt, 1}}, options()));
   Ids first;
   Ids second;
   for (size_t n = 0; n < 8; ++n) {
@@ -222,8 +212,7 @@ void cancels() {
   const Ids prompt = text(40, 3);
   const Ids wanted = by_steps(prompt, {});
   On<Cache> bound;
-  auto one =
-      must(Generation::make(*bound.operator->(), {{prompt, 0}}, options()));
+  auto one = must(Generation::make(bound.cache(), {{prompt, 0}}, options()));
   for (size_t n = 0; n < 3; ++n) {
     CHECK(must(one.next()).at(0).token == wanted[n]);
   }
@@ -233,13 +222,11 @@ void cancels() {
   CHECK_INT(*bound->length(), 40 + 2);
   auto how = options();
   how.max_tokens = 4;
-  CHECK(
-      must(generate(*bound.operator->(), {wanted[2]}, how)) ==
-      slice(wanted, 3, 4));
+  CHECK(must(generate(bound.cache(), {wanted[2]}, how)) == slice(wanted, 3, 4));
 
   On<Cache> other;
   how.max_tokens = std::numeric_limits<int32_t>::max();
-  auto endless = must(Generation::make(*other.operator->(), {{{1}, 0}}, how));
+  auto endless = must(Generation::make(other.cache(), {{{1}, 0}}, how));
   std::atomic<int> delivered = 0;
   std::thread reader([&] {
     while (!must(endless.next()).empty()) {
@@ -265,7 +252,7 @@ void choices() {
     wanted.push_back(rows.row(row).best());
   }
   On<TreeCache> bound;
-  const TreeCache& cache = *bound.operator->();
+  const TreeCache& cache = bound.cache();
   const auto at = [](int32_t first, size_t n) {
     std::vector<int32_t> positions(n);
     std::iota(positions.begin(), positions.end(), first);
@@ -302,15 +289,15 @@ template <typename Face>
 void warm_ups() {
   On<Face> bound;
   size_t last = 0;
-  must(warm_up(*bound.operator->(), [&](size_t done, size_t steps) {
+  must(warm_up(bound.cache(), [&](size_t done, size_t steps) {
     CHECK(done >= last && done <= steps);
     last = done;
   }));
   CHECK_INT(*bound->length(), 0);
   const Ids prompt = text(12, 9);
   const Ids wanted = by_steps(prompt, {});
-  CHECK(must(generate(*bound.operator->(), prompt, options())) == wanted);
-  must(warm_up(*bound.operator->()));
+  CHECK(must(generate(bound.cache(), prompt, options())) == wanted);
+  must(warm_up(bound.cache()));
   CHECK_INT(*bound->length(), 12 + kTokens - 1);
 }
 
@@ -320,8 +307,7 @@ void refusals() {
                            const GenerationOptions& how,
                            etkv_status status,
                            const char* words) {
-    CHECK_REFUSED(
-        Generation::make(*bound.operator->(), prompts, how), status, words);
+    CHECK_REFUSED(Generation::make(bound.cache(), prompts, how), status, words);
   };
   const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
   refused({}, options(), invalid, "at least one prompt, got none");
@@ -336,14 +322,14 @@ void refusals() {
   how.sampling.top_p = 1.5F;
   refused({{{1}, 0}}, how, invalid, "top_p is 1.5");
   CHECK_REFUSED(
-      generate(*bound.operator->(), {kVocabulary}, options()),
+      generate(bound.cache(), {kVocabulary}, options()),
       invalid,
       "from 0 to 319, got 320");
   CHECK_INT(*bound->length(), 0);
 
   On<Cache> one;
   CHECK_REFUSED(
-      Generation::make(*one.operator->(), {{{1}, 3}}, options()),
+      Generation::make(one.cache(), {{{1}, 3}}, options()),
       invalid,
       "no sequence 3");
   Model model("llama-f32");
@@ -363,11 +349,11 @@ void refusals() {
   Model narrow("llama-f32");
   must(narrow.load(last.session.key(), Logits::last));
   CHECK_REFUSED(
-      Generation::make(*last.operator->(), {{{1}, 0}, {{1}, 1}}, options()),
+      Generation::make(last.cache(), {{{1}, 0}, {{1}, 1}}, options()),
       invalid,
       "load it with logits=all");
   CHECK_REFUSED(
-      choose(*last.operator->(), {1, 2}, {0, 1}),
+      choose(last.cache(), {1, 2}, {0, 1}),
       ETKV_ERROR_UNSUPPORTED,
       "load it with logits=all");
   CHECK_REFUSED(

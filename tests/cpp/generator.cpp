@@ -1,9 +1,7 @@
 // The positions that a generator keeps in a cache that cannot be rewound to
 // every position, and its state after a failed step.
 
-#include "examples/common/generator.hpp"
-#include "examples/common/model.hpp"
-#include "fixture.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -15,34 +13,6 @@ using examples::Listener;
 /// positions are dropped.
 constexpr int64_t kLong = 120;
 
-/// A model on a cache of the face's kind.
-template <typename Face>
-struct Target {
-  explicit Target(int32_t window = 0)
-      : model(open()), session(make(model, window)) {
-    must(model.program().load(session.key(), Logits::all));
-  }
-  static examples::Model open() {
-    examples::ModelOptions options;
-    options.model = program_path("llama-f32");
-    options.raw = true;
-    return must(examples::Model::open(options));
-  }
-  static CacheSession<Face> make(examples::Model& model, int32_t window) {
-    auto config = make_config(model.program().params(), 200, "f32", 4);
-    for (auto& layer : config.layers) {
-      layer.window = window;
-    }
-    return must(CacheSession<Face>::make(kMLXBackend, config));
-  }
-  Face& cache() {
-    return session.cache();
-  }
-
-  examples::Model model;
-  CacheSession<Face> session;
-};
-
 /// If windows have moved past the position where two prompts differ, the second
 /// prompt is read from its beginning. Its answer equals that of a fresh cache.
 template <typename Face>
@@ -50,11 +20,11 @@ void windows() {
   const Ids first = text(9, 3);
   Ids second = slice(first, 0, 5);
   second.push_back(7);
-  Target<Face> fresh(/*window=*/8);
+  ModelOn<Face> fresh("llama-f32", 200, windows_of(8));
   Generator alone(fresh.model.program(), fresh.cache(), {});
   const auto wanted = must(alone.answer(second, kLong, Listener()));
 
-  Target<Face> target(/*window=*/8);
+  ModelOn<Face> target("llama-f32", 200, windows_of(8));
   Generator generator(target.model.program(), target.cache(), {});
   const auto before = must(generator.answer(first, kLong, Listener()));
   CHECK_INT(generator.held().size(), 9 + kLong - 1);
@@ -74,7 +44,7 @@ void windows() {
 
 /// Without windows, it rewinds exactly to the requested length.
 void without_windows() {
-  Target<Cache> target;
+  ModelOn<Cache> target;
   Generator generator(target.model.program(), target.cache(), {});
   must(generator.answer(text(9, 3), 60, Listener()));
   CHECK_INT(must(generator.rewind(20)), 20);
@@ -105,7 +75,7 @@ class Failing : public examples::Stepper {
 };
 
 void the_first_error_is_told() {
-  Target<SeqCache> target;
+  ModelOn<SeqCache> target;
   Failing failing(target.cache());
   Generator generator(target.model.program(), target.cache(), {}, &failing);
   CHECK_REFUSED(

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 
-#include "examples/common/generator.hpp"
 #include "speculative.hpp"
 
 namespace etkv::tests {
@@ -40,10 +39,6 @@ HiddenStates hidden_states_of(Target& target, const Ids& text) {
         found.rows.end(), made.data, made.data + n * found.type.bytes());
   }
   return found;
-}
-
-bool same(const TokenTree& a, const TokenTree& b) {
-  return a.tokens == b.tokens && a.parents == b.parents;
 }
 
 /// Returns the proposal of a new draft with the hidden states of this text.
@@ -107,9 +102,7 @@ void as_if_fresh(
   Target target(model);
   Recorder proposer(draft(name, target));
   const Ids long_text = text(90, 5);
-  Ids other = slice(long_text, 0, 20);
-  const Ids rest = text(25, 6);
-  other.insert(other.end(), rest.begin(), rest.end());
+  const Ids other = joined(slice(long_text, 0, 20), text(25, 6));
   const std::array<Ids, 5> prompts = {
       prompt(), long_text, slice(long_text, 0, 40), other, {7}};
   int64_t turn = 0;
@@ -117,18 +110,14 @@ void as_if_fresh(
     const int64_t depth = 1 + turn % 6;
     const int64_t width = std::array<int64_t, 3>{3, 1, 8}[turn % 3];
     ++turn;
-    examples::Speculator speculator(
-        target.model, target.cache(), proposer, {{}, depth, width});
-    examples::Generator generator(
-        target.model.program(), target.cache(), {}, &speculator);
+    Speculation speculation(target, proposer, depth, width);
     must(target.cache().clear());
-    auto answer = must(generator.answer(asked, 20, examples::Listener()));
+    auto answer = speculation.answer(asked, 20);
     CHECK(answer.ids == reference_ids(untapped, asked, 20));
     // A text that continues from the middle of the answer, with another id.
-    Ids longer = asked;
-    longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
+    Ids longer = joined(asked, slice(answer.ids, 0, 9));
     longer.push_back((answer.ids[9] + 1) % kVocabulary);
-    answer = must(generator.answer(longer, 12, examples::Listener()));
+    answer = speculation.answer(longer, 12);
     CHECK(answer.ids == reference_ids(untapped, longer, 12));
     CHECK_INT(answer.reused_tokens, longer.size() - 1);
   }

@@ -3,7 +3,8 @@
 
 #include <cmath>
 #include <limits>
-#include <type_traits>
+
+#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
 
 #include "fixture.hpp"
 
@@ -17,21 +18,10 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 template <typename T>
-constexpr ScalarType type_of() {
-  if constexpr (std::is_same_v<T, Half>) {
-    return ScalarType::Half;
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return ScalarType::BFloat16;
-  } else {
-    return ScalarType::Float;
-  }
-}
-
-template <typename T>
 examples::LogitsView view_of(const std::vector<T>& values) {
   examples::LogitsView view;
   view.data = values.data();
-  view.type = type_of<T>();
+  view.type = ::executorch::runtime::CppTypeToScalarType<T>::value;
   view.rows = 1;
   view.vocabulary = static_cast<int64_t>(values.size());
   return view;

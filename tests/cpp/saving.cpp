@@ -14,29 +14,15 @@ namespace {
 
 const char* const kFingerprint = "tiny llama";
 
-/// A file of this test, removed at the end.
-struct TemporaryFile {
-  TemporaryFile()
+/// The path of a file or a folder of this test, removed at the end.
+struct TemporaryPath {
+  explicit TemporaryPath(const std::string& name)
       : path((std::filesystem::temp_directory_path() /
-              ("etkv-saving-" + std::string(backend()) + ".safetensors"))
-                 .string()) {
-    std::filesystem::remove(path);
-  }
-  ~TemporaryFile() {
-    std::filesystem::remove(path);
-  }
-  std::string path;
-};
-
-/// A folder of this test, removed at the end.
-struct Folder {
-  Folder()
-      : path((std::filesystem::temp_directory_path() /
-              ("etkv-store-" + std::string(backend())))
+              ("etkv-" + std::string(backend()) + "-" + name))
                  .string()) {
     std::filesystem::remove_all(path);
   }
-  ~Folder() {
+  ~TemporaryPath() {
     std::filesystem::remove_all(path);
   }
   std::string path;
@@ -45,69 +31,58 @@ struct Folder {
 /// Saves a prompt. The next tokens give the same logits in the saved cache and
 /// in a cache that loads the file.
 template <typename Face>
-void goes_on(const std::function<void(CacheConfig&)>& change) {
-  const TemporaryFile temporary;
+void goes_on(const Change& change) {
+  const TemporaryPath temporary("saving.safetensors");
   const Ids ids = text(20);
   On<Face> saved(change);
-  for (int64_t i = 0; i < 12; i += 4) {
-    saved.model.at(i, slice(ids, static_cast<size_t>(i), 4));
-  }
+  saved.model.read(ids, 4, 0, 12);
   must(save_cache(
-      saved.session.cache(),
-      temporary.path,
-      {kFingerprint, slice(ids, 0, 12)}));
+      saved.cache(), temporary.path, {kFingerprint, slice(ids, 0, 12)}));
   CHECK(must(fingerprint(temporary.path)).rfind("xxh3-", 0) == 0);
 
   On<Face> loaded(change);
   // The load replaces these contents.
   loaded.model.at(0, text(5, 9));
   const auto tokens =
-      must(load_cache(loaded.session.cache(), temporary.path, kFingerprint));
+      must(load_cache(loaded.cache(), temporary.path, kFingerprint));
   CHECK(tokens == slice(ids, 0, 12));
   CHECK_INT(*loaded->length(), 12);
-  for (int64_t i = 12; i < 20; ++i) {
-    const Ids one = slice(ids, static_cast<size_t>(i), 1);
-    CHECK(loaded.model.at(i, one) == saved.model.at(i, one));
-  }
+  CHECK(loaded.model.read(ids, 1, 12) == saved.model.read(ids, 1, 12));
 }
 
 /// Saves one of two sequences. Its next tokens give the same logits in its
 /// cache and in a cache that holds another sequence and loads the file.
 template <typename Face>
 void a_sequence_goes_on() {
-  const TemporaryFile temporary;
+  const TemporaryPath temporary("saving.safetensors");
   const Ids ids = text(20);
   const auto step = [](On<Face>& on, int32_t sequence, const Ids& tokens) {
-    SeqCache& cache = on.session.cache();
-    const int32_t start = must(cache.seq_next(sequence));
-    must(cache.begin_step(std::vector<int32_t>(tokens.size(), sequence)));
+    const int32_t start = must(on->seq_next(sequence));
+    must(on->begin_step(std::vector<int32_t>(tokens.size(), sequence)));
     return on.model.at(start, tokens);
   };
   On<Face> saved;
   step(saved, 0, text(7, 3));
   step(saved, 1, slice(ids, 0, 12));
   must(save_sequence(
-      saved.session.cache(),
-      1,
-      temporary.path,
-      {kFingerprint, slice(ids, 0, 12)}));
+      saved.cache(), 1, temporary.path, {kFingerprint, slice(ids, 0, 12)}));
   CHECK_REFUSED(
-      save_sequence(saved.session.cache(), 2, temporary.path),
+      save_sequence(saved.cache(), 2, temporary.path),
       ETKV_ERROR_INVALID_ARGUMENT,
       "sequence 2 holds no positions");
 
   On<Face> loaded;
   step(loaded, 1, text(5, 9));
-  const auto found = must(
-      load_sequence(loaded.session.cache(), 4, temporary.path, kFingerprint));
+  const auto found =
+      must(load_sequence(loaded.cache(), 4, temporary.path, kFingerprint));
   CHECK(found == slice(ids, 0, 12));
-  CHECK_INT(must(loaded.session.cache().seq_len(1)), 5);
+  CHECK_INT(must(loaded.cache().seq_len(1)), 5);
   CHECK_REFUSED(
-      load_sequence(loaded.session.cache(), 1, temporary.path, kFingerprint),
+      load_sequence(loaded.cache(), 1, temporary.path, kFingerprint),
       ETKV_ERROR_INVALID_ARGUMENT,
       "sequence 1 holds 5 positions");
   CHECK_REFUSED(
-      load_sequence(loaded.session.cache(), 5, temporary.path, "another"),
+      load_sequence(loaded.cache(), 5, temporary.path, "another"),
       ETKV_ERROR_FILE,
       "expected `another`");
   for (size_t i = 12; i < 20; ++i) {
@@ -117,7 +92,7 @@ void a_sequence_goes_on() {
 }
 
 void a_damaged_file() {
-  const TemporaryFile temporary;
+  const TemporaryPath temporary("saving.safetensors");
   const Ids ids = text(8);
   Bound bound;
   bound.at(0, ids);
@@ -160,37 +135,29 @@ etkv_status refusal_of_addresses() {
 /// store, and continues with the same logits.
 template <typename Face>
 void a_stored_text() {
-  const Folder folder;
+  const TemporaryPath folder("store");
   auto store = must(PrefixStore::open(folder.path, 1 << 20));
   const Ids ids = text(44);
   On<Face> saved;
-  for (int64_t i = 0; i < 40; i += 4) {
-    saved.model.at(i, slice(ids, static_cast<size_t>(i), 4));
-  }
+  saved.model.read(ids, 4, 0, 40);
   const SaveOptions whole = {kFingerprint, slice(ids, 0, 40)};
-  CHECK(must(store.save(saved.session.cache(), whole)));
-  CHECK(!must(store.save(saved.session.cache(), whole)));
+  CHECK(must(store.save(saved.cache(), whole)));
+  CHECK(!must(store.save(saved.cache(), whole)));
   CHECK_INT(must(store.usage()).files, 1);
 
   // The first 36 tokens are the same, later ones differ.
-  Ids other = slice(ids, 0, 36);
-  const Ids rest = text(6, 7);
-  other.insert(other.end(), rest.begin(), rest.end());
+  Ids other = joined(slice(ids, 0, 36), text(6, 7));
   other[36] = (ids[36] + 1) % kVocabulary;
   On<Face> loaded;
   const SaveOptions asked = {kFingerprint, other};
-  CHECK_INT(must(store.find(loaded.session.cache(), asked)), 36);
-  CHECK_INT(must(store.load(loaded.session.cache(), asked)), 36);
+  CHECK_INT(must(store.find(loaded.cache(), asked)), 36);
+  CHECK_INT(must(store.load(loaded.cache(), asked)), 36);
   CHECK_INT(*loaded->length(), 36);
-  must(saved.session.cache().rewind(36));
-  for (size_t i = 36; i < other.size(); ++i) {
-    const Ids one = slice(other, i, 1);
-    const auto at = static_cast<int64_t>(i);
-    CHECK(loaded.model.at(at, one) == saved.model.at(at, one));
-  }
+  must(saved.cache().rewind(36));
+  CHECK(loaded.model.read(other, 1, 36) == saved.model.read(other, 1, 36));
   // Read ahead into memory, if the backend shares memory.
   auto prefixes = must(PrefixCache::make(0, &store));
-  if (must(prefixes.prefetch(loaded.session.cache(), asked))) {
+  if (must(prefixes.prefetch(loaded.cache(), asked))) {
     while (must(prefixes.statistics()).ahead_waiting > 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -198,7 +165,7 @@ void a_stored_text() {
     CHECK_INT(held.ahead_failed, 0);
     CHECK_INT(held.tokens_ahead, 36);
     On<Face> attached;
-    CHECK_INT(must(prefixes.attach(attached.session.cache(), asked)), 36);
+    CHECK_INT(must(prefixes.attach(attached.cache(), asked)), 36);
     CHECK_INT(must(prefixes.statistics()).tokens_in_memory, 36);
   }
   CHECK_REFUSED(
@@ -207,10 +174,9 @@ void a_stored_text() {
       "nothing://a-bucket");
   // Another model, and a cache that is not empty.
   On<Face> fresh;
-  CHECK_INT(
-      must(store.load(fresh.session.cache(), {"another model", other})), 0);
+  CHECK_INT(must(store.load(fresh.cache(), {"another model", other})), 0);
   CHECK_REFUSED(
-      store.load(loaded.session.cache(), asked),
+      store.load(loaded.cache(), asked),
       ETKV_ERROR_INVALID_ARGUMENT,
       "clear it");
 }
@@ -225,62 +191,53 @@ void a_shared_text() {
   std::optional<Prefix> prefix;
   {
     On<Face> read;
-    for (int64_t i = 0; i < 40; i += 4) {
-      read.model.at(i, slice(ids, static_cast<size_t>(i), 4));
-    }
-    auto frozen = freeze(read.session.cache());
+    read.model.read(ids, 4, 0, 40);
+    auto frozen = freeze(read.cache());
     if (!frozen.ok()) {
       // A backend that cannot share memory.
       CHECK(frozen.error().status() == ETKV_ERROR_UNSUPPORTED);
       return;
     }
     prefix.emplace(std::move(*frozen));
-    CHECK(must(prefixes.keep(read.session.cache(), whole)));
+    CHECK(must(prefixes.keep(read.cache(), whole)));
     CHECK_INT(must(read->memory()).shared, prefix->bytes());
   }
   CHECK_INT(prefix->length(), 40);
   CHECK_INT(prefix->rewindable_to(), 1);
 
   On<Face> fresh;
-  for (int64_t i = 0; i < 36; i += 4) {
-    fresh.model.at(i, slice(ids, static_cast<size_t>(i), 4));
-  }
+  fresh.model.read(ids, 4, 0, 36);
   On<Face> attached;
-  must(attach(attached.session.cache(), *prefix, 36));
+  must(attach(attached.cache(), *prefix, 36));
   On<Face> found;
   CHECK_INT(
-      must(prefixes.attach(
-          found.session.cache(), {kFingerprint, slice(ids, 0, 36)})),
+      must(prefixes.attach(found.cache(), {kFingerprint, slice(ids, 0, 36)})),
       36);
-  for (size_t i = 36; i < ids.size(); ++i) {
-    const Ids one = slice(ids, i, 1);
-    const auto at = static_cast<int64_t>(i);
-    const auto expected = fresh.model.at(at, one);
-    CHECK(attached.model.at(at, one) == expected);
-    CHECK(found.model.at(at, one) == expected);
-  }
+  const Rows expected = fresh.model.read(ids, 1, 36);
+  CHECK(attached.model.read(ids, 1, 36) == expected);
+  CHECK(found.model.read(ids, 1, 36) == expected);
   CHECK_REFUSED(
-      attach(attached.session.cache(), *prefix, 40),
+      attach(attached.cache(), *prefix, 40),
       ETKV_ERROR_INVALID_ARGUMENT,
       "clear it");
-  must(attached.session.cache().clear());
+  must(attached.cache().clear());
   CHECK_REFUSED(
-      attach(attached.session.cache(), *prefix, 41),
+      attach(attached.cache(), *prefix, 41),
       ETKV_ERROR_INVALID_ARGUMENT,
       "it has 40 positions, and the minimum is 1");
   {
-    const auto pin = must(prefixes.pin(found.session.cache(), whole));
+    const auto pin = must(prefixes.pin(found.cache(), whole));
     must(prefixes.clear());
     CHECK_INT(must(prefixes.statistics()).pinned, 1);
-    CHECK_INT(must(prefixes.find(found.session.cache(), whole)), 40);
+    CHECK_INT(must(prefixes.find(found.cache(), whole)), 40);
   }
   const auto held = must(prefixes.statistics());
   CHECK_INT(held.prefixes, 1);
   CHECK_INT(held.tokens_asked, 36);
   CHECK_INT(held.tokens_in_memory, 36);
   CHECK_INT(must(prefixes.reclaim(1)), 0);
-  must(found.session.cache().clear(/*release=*/true));
-  must(attached.session.cache().clear(/*release=*/true));
+  must(found.cache().clear(/*release=*/true));
+  must(attached.cache().clear(/*release=*/true));
   prefix.reset();
   CHECK_INT(must(prefixes.reclaim(1)), held.bytes);
 }

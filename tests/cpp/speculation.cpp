@@ -5,7 +5,6 @@
 #include <optional>
 #include <set>
 
-#include "examples/common/generator.hpp"
 #include "speculative.hpp"
 
 namespace etkv::tests {
@@ -112,16 +111,12 @@ void same_ids() {
         const size_t n = width <= 2 ? most : 10;
         const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());
-        examples::Speculator speculator(
-            target.model, target.cache(), *proposer, {{}, depth, width});
-        examples::Generator generator(
-            target.model.program(), target.cache(), {}, &speculator);
-        const auto answer = must(generator.answer(
-            prompt(), static_cast<int64_t>(n), examples::Listener()));
+        Speculation speculation(target, *proposer, depth, width);
+        const auto answer = speculation.answer(prompt(), n);
         CHECK(answer.ids == wanted);
         CHECK_INT(
             *target.cache().length(), prompt().size() + wanted.size() - 1);
-        const auto took = speculator.take_statistics();
+        const auto took = speculation.speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
           // With the model itself as the draft, all draft tokens are correct.
@@ -180,11 +175,7 @@ void width_that_pays() {
                           std::optional<int64_t> given) {
     must(target.cache().clear());
     RecordingDraft draft(pays);
-    examples::Speculator speculator(
-        target.model, target.cache(), draft, {{}, 3, given});
-    examples::Generator generator(
-        target.model.program(), target.cache(), {}, &speculator);
-    must(generator.answer(prompt(), 6, examples::Listener()));
+    Speculation(target, draft, 3, given).answer(prompt(), 6);
     return draft.widths;
   };
   CHECK(widths(2, std::nullopt) == std::set<int64_t>{2});
@@ -197,19 +188,14 @@ void at_capacity() {
   for (const char* name : {"ngram", "llama-f32"}) {
     Target target("llama-f32", /*capacity=*/40);
     const auto proposer = draft(name, target, /*capacity=*/40);
-    examples::Speculator speculator(
-        target.model, target.cache(), *proposer, {{}, 5, 2});
-    examples::Generator generator(
-        target.model.program(), target.cache(), {}, &speculator);
-    const auto full =
-        must(generator.answer(prompt(), 40, examples::Listener()));
+    Speculation speculation(target, *proposer, 5, 2);
+    const auto full = speculation.answer(prompt(), 40);
     CHECK(full.stop == examples::FinishReason::capacity);
     CHECK_INT(full.ids.size(), 40 - prompt().size() + 1);
     CHECK(full.ids == slice(wanted, 0, full.ids.size()));
     CHECK_INT(*target.cache().length(), 40);
-    must(generator.rewind(prompt().size()));
-    const auto again =
-        must(generator.answer(prompt(), 10, examples::Listener()));
+    must(speculation.generator.rewind(prompt().size()));
+    const auto again = speculation.answer(prompt(), 10);
     CHECK(again.ids == slice(wanted, 0, 10));
     CHECK_INT(again.reused_tokens, prompt().size() - 1);
   }
@@ -217,12 +203,8 @@ void at_capacity() {
   // full.
   Target target;
   const auto proposer = draft("llama-f32", target, /*capacity=*/30);
-  examples::Speculator speculator(
-      target.model, target.cache(), *proposer, {{}, 3, 2});
-  examples::Generator generator(
-      target.model.program(), target.cache(), {}, &speculator);
   CHECK(
-      must(generator.answer(prompt(), 40, examples::Listener())).ids == wanted);
+      Speculation(target, *proposer, 3, 2).answer(prompt(), 40).ids == wanted);
 }
 
 /// An eos token id ends its answer, wherever in a tree it is.
@@ -239,15 +221,8 @@ void ends_within_a_tree() {
     }
     must(target.cache().clear());
     target.model.end_with({wanted[end]});
-    examples::Speculator speculator(
-        target.model, target.cache(), *proposer, {{}, 6, 2});
-    examples::Generator generator(
-        target.model.program(),
-        target.cache(),
-        target.model.eos_token_ids(),
-        &speculator);
     const auto answer =
-        must(generator.answer(prompt(), 24, examples::Listener()));
+        Speculation(target, *proposer, 6, 2).answer(prompt(), 24);
     CHECK(answer.stop == examples::FinishReason::stop);
     CHECK(answer.ids == slice(wanted, 0, end + 1));
     CHECK_INT(*target.cache().length(), prompt().size() + end);

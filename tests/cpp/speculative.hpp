@@ -1,9 +1,10 @@
-// Shared by the tests of drafts: a target on a tree cache, drafts for it, and
-// made-up rows of logits.
+// Shared by the tests of runners: models on caches, drafts for them, and made-up
+// rows of logits.
 #pragma once
 
 #include <cmath>
 
+#include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"
 #include "examples/speculation/drafts.hpp"
 #include "examples/speculation/ngram.hpp"
@@ -32,36 +33,47 @@ inline LogitsView view(const std::vector<float>& rows) {
       kLetters};
 }
 
-inline examples::Model open(const std::string& name) {
+/// Opens a model for prompts of ids, whose answers no id ends.
+inline examples::Model open(
+    const std::string& name,
+    std::optional<int64_t> capacity = std::nullopt) {
   examples::ModelOptions options;
+  options.capacity = capacity;
   options.model = program_path(name);
   options.raw = true;
-  return must(examples::Model::open(options));
+  auto model = must(examples::Model::open(options));
+  model.end_with({});
+  return model;
 }
 
-using TreeSession = CacheSession<TreeCache>;
-
-/// A target on a tree cache, ready for steps.
-struct Target {
-  explicit Target(
+/// A model on a cache of the kind that the face has, ready for steps.
+template <typename Face>
+struct ModelOn {
+  explicit ModelOn(
       const std::string& name = "llama-f32",
       int32_t capacity = 200,
-      const std::string& format = "f32")
-      : model(open(name)), session(make(model, capacity, format)) {
+      const Change& change = nullptr)
+      : model(open(name)), session(make(model, capacity, change)) {
     must(model.program().load(session.key(), Logits::proposed));
   }
-  static TreeSession
-  make(examples::Model& model, int32_t capacity, const std::string& format) {
-    auto config = make_config(model.program().params(), capacity, format, 4);
-    return must(make_tree_session(kMLXBackend, config));
+  static CacheSession<Face>
+  make(examples::Model& model, int32_t capacity, const Change& change) {
+    auto config = make_config(model.program().params(), capacity, "f32", 4);
+    if (change) {
+      change(config);
+    }
+    return must(CacheSession<Face>::make(kMLXBackend, config));
   }
-  TreeCache& cache() {
+  Face& cache() {
     return session.cache();
   }
 
   examples::Model model;
-  TreeSession session;
+  CacheSession<Face> session;
 };
+
+/// The target of drafts.
+using Target = ModelOn<TreeCache>;
 
 inline std::unique_ptr<examples::Draft>
 draft(const std::string& name, Target& target, int32_t capacity = 200) {
@@ -78,29 +90,59 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
            target.model.program().hidden_state_type()}));
 }
 
+/// Answers with drafts of a target.
+struct Speculation {
+  Speculation(
+      Target& target,
+      examples::Draft& draft,
+      std::optional<int64_t> depth,
+      std::optional<int64_t> width)
+      : speculator(target.model, target.cache(), draft, {{}, depth, width}),
+        generator(
+            target.model.program(),
+            target.cache(),
+            target.model.eos_token_ids(),
+            &speculator) {}
+
+  examples::Answer answer(const Ids& prompt, size_t n) {
+    return must(generator.answer(
+        prompt, static_cast<int64_t>(n), examples::Listener()));
+  }
+
+  examples::Speculator speculator;
+  examples::Generator generator;
+};
+
 /// A prompt with repetitions to draft from.
 inline Ids prompt() {
-  Ids ids = text(9, 3);
-  const Ids again = ids;
-  ids.insert(ids.end(), again.begin(), again.end());
-  return ids;
+  return joined(text(9, 3), text(9, 3));
 }
 
-inline Ids reference_ids(const std::string& name, const Ids& prompt, size_t n) {
-  On<Cache> on([](CacheConfig& config) { config.capacity = 200; }, name);
-  Ids wanted;
-  Rows rows;
-  for (size_t at = 0; at < prompt.size(); at += kMaxTokens) {
-    const size_t n = std::min<size_t>(kMaxTokens, prompt.size() - at);
-    rows = on.model.at(static_cast<int64_t>(at), slice(prompt, at, n));
-  }
+/// Returns `n` greedy ids after a prompt, one step each.
+inline Ids reference_ids(
+    const std::string& name,
+    const Ids& prompt,
+    size_t n,
+    const Change& change = nullptr) {
+  On<Cache> on(
+      [&](CacheConfig& config) {
+        config.capacity = 200;
+        if (change) {
+          change(config);
+        }
+      },
+      name);
+  Ids wanted = {on.model.read(prompt, kMaxTokens).best()};
   while (wanted.size() < n) {
-    wanted.push_back(rows.best());
-    rows = on.model.at(
-        static_cast<int64_t>(prompt.size() + wanted.size()) - 1,
-        {wanted.back()});
+    const auto position = static_cast<int64_t>(prompt.size() + wanted.size());
+    wanted.push_back(on.at(position - 1, {wanted.back()}).best());
   }
   return wanted;
+}
+
+/// Whether two proposals are the same.
+inline bool same(const TokenTree& a, const TokenTree& b) {
+  return a.tokens == b.tokens && a.parents == b.parents;
 }
 
 } // namespace etkv::tests

@@ -3,9 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,6 +18,13 @@ namespace etkv::tests {
 
 /// Changes the delegate's arguments: inputs, then outputs.
 using Tamper = std::function<void(std::vector<EValue*>&)>;
+
+/// A tamper: the delegate gets a number in place of the tensor for the logits,
+/// so the step fails after its rows were written.
+inline void no_output(std::vector<EValue*>& arguments) {
+  static EValue nothing(int64_t{1});
+  arguments.back() = &nothing;
+}
 
 class Tap final : public ::executorch::runtime::BackendInterface {
  public:
@@ -85,7 +90,7 @@ class Tapped {
  public:
   explicit Tapped(
       int32_t capacity = 64,
-      const std::function<void(CacheConfig&)>& change = nullptr,
+      const Change& change = nullptr,
       const std::string& kind = Cache::kKind)
       : program_(read_and_redirect("llama-f32")),
         module_(
@@ -118,19 +123,8 @@ class Tapped {
     return step(std::move(ids), run(position, n), std::move(tamper));
   }
   Result<Rows> step(Ids ids, Ids positions, Tamper tamper) {
-    const auto ids_tensor = from_blob(
-        ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
-    const auto positions_tensor = from_blob(
-        positions.data(),
-        {static_cast<int32_t>(positions.size())},
-        ScalarType::Long);
     Tap::get().tamper_once(std::move(tamper));
-    auto outputs = execute(
-        module_, "forward", {EValue(*ids_tensor), EValue(*positions_tensor)});
-    if (!outputs.ok()) {
-      return outputs.error();
-    }
-    return rows_of(*outputs);
+    return run_step(module_, std::move(ids), std::move(positions));
   }
 
   Rows at(int64_t position, const Ids& ids) {
@@ -144,21 +138,15 @@ class Tapped {
   }
 
  private:
-  static std::vector<char> read_and_redirect(const std::string& name) {
-    std::ifstream file(program_path(name), std::ios::binary);
-    std::vector<char> bytes(
-        (std::istreambuf_iterator<char>(file)),
-        std::istreambuf_iterator<char>());
+  static std::string read_and_redirect(const std::string& name) {
+    std::string bytes = contents(program_path(name));
     static_assert(sizeof(kMLXBackend) == sizeof(Tap::kName));
-    const std::string from = kMLXBackend;
-    const auto at =
-        std::search(bytes.begin(), bytes.end(), from.begin(), from.end());
-    REQUIRE(at != bytes.end());
-    std::copy_n(Tap::kName, from.size(), at);
-    return bytes;
+    const size_t at = bytes.find(kMLXBackend);
+    REQUIRE(at != std::string::npos);
+    return bytes.replace(at, sizeof(Tap::kName) - 1, Tap::kName);
   }
 
-  std::vector<char> program_;
+  std::string program_;
   Module module_;
   std::unique_ptr<Session> session_;
 };

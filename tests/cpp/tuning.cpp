@@ -15,6 +15,24 @@ namespace {
 using examples::LatencyModel;
 using examples::Tuner;
 
+/// Returns a chain of `depth` candidates.
+TokenTree chain(int64_t depth) {
+  TokenTree tree(0);
+  for (int64_t i = 0; i < depth; ++i) {
+    tree.add(1, static_cast<int32_t>(i));
+  }
+  return tree;
+}
+
+/// Returns the result for a chain whose first `n` candidates are right.
+VerificationResult accepted(int64_t n) {
+  VerificationResult verified{{}, 0};
+  for (int64_t node = 0; node <= n; ++node) {
+    verified.accepted.push_back(static_cast<int32_t>(node));
+  }
+  return verified;
+}
+
 /// The maximum tested number of tokens, slightly more than the largest tree.
 constexpr double kMaxLength = 64.0;
 
@@ -226,15 +244,13 @@ int trials(double draft) {
   int tried = 0;
   for (int step = 0; step < 1000; ++step) {
     const auto shape = tuner.next(seconds);
-    TokenTree tree(0);
-    if (shape.depth > 0) {
-      tree.add(1, 0);
-      ++tried;
-    }
+    const bool drafts = shape.depth > 0;
+    const TokenTree tree = chain(drafts ? 1 : 0);
+    tried += drafts ? 1 : 0;
     const double seconds_of_model =
         0.8 + 0.2 * static_cast<double>(tree.size());
     tuner.observe(
-        shape, tree, {{0}, 0}, seconds_of_model, shape.depth > 0 ? draft : 0.0);
+        shape, tree, accepted(0), seconds_of_model, drafts ? draft : 0.0);
   }
   return tried;
 }
@@ -261,15 +277,14 @@ std::pair<int, int> first_trials(double draft) {
       CHECK(depth <= Tuner::kDeepest && width <= Tuner::kWidest);
       return draft;
     });
-    TokenTree tree(0);
-    if (shape.depth > 0) {
+    const bool drafts = shape.depth > 0;
+    const TokenTree tree = chain(drafts ? 1 : 0);
+    if (drafts) {
       CHECK_INT(shape.width, 1);
-      tree.add(1, 0);
       at.push_back(step);
     }
     const double seconds = 0.2 + 0.8 * static_cast<double>(tree.size());
-    tuner.observe(
-        shape, tree, {{0}, 0}, seconds, shape.depth > 0 ? draft : 0.0);
+    tuner.observe(shape, tree, accepted(0), seconds, drafts ? draft : 0.0);
   }
   CHECK_INT(at.size(), 2);
   return {at[0], at[1] - at[0] - 1};
@@ -297,31 +312,24 @@ void first_patience() {
   CHECK(longest.second <= 50);
 }
 
-/// Returns how many trees a tuner requests in 50 steps in which no draft token
-/// is right. Before these, all draft tokens of 50 steps are right. A draft
-/// takes no time.
-int trees_until_noticed() {
+/// After 50 steps in which all draft tokens are right, none is. There are some
+/// trees until the tuner notices, and a trial at every 17th step. A draft takes
+/// no time.
+void noticing() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int asked = 0;
   for (int step = 0; step < 100; ++step) {
     const auto shape = tuner.next([](int64_t, int64_t) { return 0.0; });
-    TokenTree tree(0);
-    VerificationResult verified{{0}, 0};
-    for (int64_t i = 0; i < shape.depth; ++i) {
-      const int32_t node = tree.add(1, static_cast<int32_t>(i));
-      if (step < 50) {
-        verified.accepted.push_back(node);
-      }
-    }
+    const TokenTree tree = chain(shape.depth);
     asked += step >= 50 && shape.depth > 0 ? 1 : 0;
     tuner.observe(
         shape,
         tree,
-        verified,
+        accepted(step < 50 ? shape.depth : 0),
         0.7 + 0.3 * static_cast<double>(tree.size()),
         /*draft_seconds=*/0.0);
   }
-  return asked;
+  CHECK(asked >= 2 && asked <= 9);
 }
 
 /// Even if trees are faster, steps without a tree are measured again, but
@@ -334,21 +342,15 @@ void remeasuring() {
     const auto shape = tuner.next([](int64_t, int64_t) { return 0.0; });
     since = shape.depth == 0 ? 0 : since + 1;
     CHECK(since <= 300);
-    TokenTree tree(0);
-    VerificationResult verified{{0}, 0};
-    for (int64_t i = 0; i < shape.depth; ++i) {
-      verified.accepted.push_back(tree.add(1, static_cast<int32_t>(i)));
-    }
     singles += shape.depth == 0 ? 1 : 0;
-    tuner.observe(shape, tree, verified, /*seconds=*/1.0, 0.0);
+    tuner.observe(
+        shape,
+        chain(shape.depth),
+        accepted(shape.depth),
+        /*seconds=*/1.0,
+        /*draft_seconds=*/0.0);
   }
   CHECK(singles <= 20);
-}
-
-void noticing() {
-  // Some trees until the tuner notices, and a trial at every 17th step.
-  const int asked = trees_until_noticed();
-  CHECK(asked >= 2 && asked <= 9);
 }
 
 void tuning() {
@@ -395,11 +397,7 @@ void tuning() {
     CHECK(first.depth == 0 ? !had_tree : first.width == 1);
     CHECK(step > 0 || first.depth == 0);
     had_tree = first.depth > 0;
-    TokenTree tree(0);
-    for (int64_t i = 0; i < first.depth; ++i) {
-      tree.add(1, static_cast<int32_t>(i));
-    }
-    fresh.observe(first, tree, {{0}, 0}, 1.0, 0.0);
+    fresh.observe(first, chain(first.depth), accepted(0), 1.0, 0.0);
   }
   CHECK(had_tree);
   Tuner fixed(2, 3);

@@ -38,7 +38,7 @@ static void test_log(etkv_cache* cache) {
   heard first = {0};
   heard second = {0};
   /* Removing a callback that is not set is no error. */
-  CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback(NULL, NULL, NULL, NULL));
   fail(cache);
   CHECK_REFUSED(
       etkv_set_log_callback("etkv=loud", hear, &first, error),
@@ -51,7 +51,7 @@ static void test_log(etkv_cache* cache) {
   fail(cache);
   CHECK_INT(first.calls, 0);
 
-  CHECK_INT(etkv_set_log_callback("debug", hear, &first, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("debug", hear, &first, NULL));
   fail(cache);
   CHECK_INT(first.calls, 1);
   CHECK_INT(first.level, ETKV_LOG_DEBUG);
@@ -60,23 +60,21 @@ static void test_log(etkv_cache* cache) {
   CHECK_HAS(first.message, "-3");
 
   /* A conversion logs its span with the duration, and its result. */
-  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_convert(cache, "f32", "f32", NULL));
   CHECK_INT(first.calls, 3);
   CHECK_HAS(first.target, "etkv::core");
   CHECK_HAS(first.message, "convert{k_format=f32 v_format=f32}: done took_us=");
 
   /* Levels of targets; NULL stands for `info`. */
-  CHECK_INT(
-      etkv_set_log_callback("debug,etkv::core=off", hear, &second, NULL),
-      ETKV_OK);
-  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("debug,etkv::core=off", hear, &second, NULL));
+  CHECK_OK(etkv_cache_convert(cache, "f16", "f16", NULL));
   CHECK_INT(second.calls, 0);
   fail(cache);
   CHECK_INT(second.calls, 1);
-  CHECK_INT(etkv_set_log_callback(NULL, hear, &second, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback(NULL, hear, &second, NULL));
   fail(cache);
   CHECK_INT(second.calls, 1);
-  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_convert(cache, "f32", "f32", NULL));
   CHECK_INT(second.calls, 2);
   CHECK_INT(second.level, ETKV_LOG_INFO);
   CHECK_HAS(second.message, "the cache is converted k_format=f32 v_format=f32");
@@ -85,7 +83,7 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(
       etkv_set_log_callback("=,=", hear, &first, NULL),
       ETKV_ERROR_INVALID_ARGUMENT);
-  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_convert(cache, "f16", "f16", NULL));
   CHECK_INT(second.calls, 3);
 
   /*
@@ -93,22 +91,22 @@ static void test_log(etkv_cache* cache) {
    * its message would call the callback again, without end.
    */
   second.sets_itself = true;
-  CHECK_INT(etkv_set_log_callback("debug", hear, &second, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("debug", hear, &second, NULL));
   fail(cache);
   CHECK_INT(second.calls, 4);
   CHECK_INT(second.set, ETKV_ERROR_STEP);
 
-  CHECK_INT(etkv_set_log_callback("debug", NULL, NULL, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("debug", NULL, NULL, NULL));
   fail(cache);
-  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_convert(cache, "f32", "f32", NULL));
   CHECK_INT(second.calls, 4);
   CHECK_INT(first.calls, 3);
 
   /* A callback can be set again. */
-  CHECK_INT(etkv_set_log_callback("debug", hear, &first, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("debug", hear, &first, NULL));
   fail(cache);
   CHECK_INT(first.calls, 4);
-  CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback(NULL, NULL, NULL, NULL));
 }
 
 static void test_kept_log(etkv_cache* cache) {
@@ -122,14 +120,14 @@ static void test_kept_log(etkv_cache* cache) {
       ETKV_ERROR_INVALID_ARGUMENT,
       "the syntax of RUST_LOG");
   /* A refused call keeps no messages. */
-  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK_OK(etkv_log_take(&json, NULL));
   CHECK(json == NULL);
 
-  CHECK_INT(etkv_log_keep("info", 2, NULL), ETKV_OK);
-  CHECK_INT(etkv_cache_convert(cache, "bf16", "bf16", NULL), ETKV_OK);
-  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
-  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
-  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK_OK(etkv_log_keep("info", 2, NULL));
+  CHECK_OK(etkv_cache_convert(cache, "bf16", "bf16", NULL));
+  CHECK_OK(etkv_cache_convert(cache, "f16", "f16", NULL));
+  CHECK_OK(etkv_cache_convert(cache, "f32", "f32", NULL));
+  CHECK_OK(etkv_log_take(&json, NULL));
   CHECK_HAS(
       json,
       "[{\"level\":3,\"target\":\"etkv::core\",\"message\":"
@@ -137,22 +135,22 @@ static void test_kept_log(etkv_cache* cache) {
   CHECK_HAS(json, "converted k_format=f32 v_format=f32");
   CHECK(strstr(json, "bf16") == NULL);
   etkv_string_free(json);
-  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK_OK(etkv_log_take(&json, NULL));
   CHECK(json == NULL);
 
   /* A callback replaces the kept messages. */
   heard now = {0};
-  CHECK_INT(etkv_set_log_callback("info", hear, &now, NULL), ETKV_OK);
-  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback("info", hear, &now, NULL));
+  CHECK_OK(etkv_cache_convert(cache, "f16", "f16", NULL));
   CHECK_INT(now.calls, 1);
-  CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
-  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK_OK(etkv_set_log_callback(NULL, NULL, NULL, NULL));
+  CHECK_OK(etkv_log_take(&json, NULL));
   CHECK(json == NULL);
 }
 
 static void test_cache_report(etkv_cache* cache) {
   char* json = NULL;
-  CHECK_INT(etkv_cache_report(cache, &json, NULL), ETKV_OK);
+  CHECK_OK(etkv_cache_report(cache, &json, NULL));
   CHECK_HAS(json, "{\"kind\":\"contiguous\",\"length\":0,\"capacity\":10,");
   CHECK_HAS(json, "\"step_open\":false,\"poisoned\":null");
   CHECK_HAS(json, "\"n_kv_heads\":3,\"k_head_dim\":8,\"v_head_dim\":4");

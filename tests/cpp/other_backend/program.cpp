@@ -8,10 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -30,13 +28,9 @@ Rows rows_of_prompt(Module::LoadMode mode) {
   auto made = must(make_decode_session_and_options(
       kMLXBackend, make_config(params, 16, "f32")));
   must(load_method(*module, "forward", made.options));
-  auto positions = run(0, static_cast<int64_t>(kPrompt.size()));
-  auto prompt = kPrompt;
-  const auto ids = from_blob(prompt.data(), {1, 4}, ScalarType::Long);
-  const auto at = from_blob(positions.data(), {4}, ScalarType::Long);
-  auto outputs = must(execute(*module, "forward", {EValue(*ids), EValue(*at)}));
+  const Rows rows = must(run_step(*module, kPrompt, run(0, 4)));
   CHECK_INT(*made.session.cache().length(), 4);
-  return must(rows_of(outputs));
+  return rows;
 }
 
 void load(const char* library) {
@@ -104,11 +98,6 @@ void what_is_renamed() {
   std::string cut = counted;
   detail::rename_backend(cut.data(), cut.size() - 1);
   CHECK(cut == counted);
-}
-
-std::string contents(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 } // namespace
