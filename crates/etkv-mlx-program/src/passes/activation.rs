@@ -33,28 +33,22 @@ fn is_activation(function: Unary) -> bool {
 fn products(graph: &mut Graph) {
     let n_uses = graph.main.n_uses();
     let makers = makers(graph);
-    let fused: Vec<Option<Op>> = graph
-        .main
-        .instructions
-        .iter()
-        .map(|instruction| {
-            let Op::Binary { function: Binary::Multiply, a, b } = instruction.op else {
-                return None;
-            };
-            [(a, b), (b, a)].into_iter().find_map(|(activated, by)| {
-                match *maker(graph, &makers, activated)? {
-                    Op::Unary { function, x }
-                        if is_activation(function) && n_uses.get(&activated) == Some(&1) =>
-                    {
-                        Some(Op::Activation { function, x, by: Some(by) })
-                    }
-                    _ => None,
-                }
-            })
-        })
-        .collect();
-    for (instruction, op) in graph.main.instructions.iter_mut().zip(fused) {
-        instruction.op = op.unwrap_or_else(|| instruction.op.clone());
+    for index in 0..graph.main.instructions.len() {
+        let Op::Binary { function: Binary::Multiply, a, b } = graph.main.instructions[index].op
+        else {
+            continue;
+        };
+        let activation = |activated, by| match *maker(graph, &makers, activated)? {
+            Op::Unary { function, x }
+                if is_activation(function) && n_uses.get(&activated) == Some(&1) =>
+            {
+                Some(Op::Activation { function, x, by: Some(by) })
+            }
+            _ => None,
+        };
+        if let Some(op) = activation(a, b).or_else(|| activation(b, a)) {
+            graph.main.instructions[index].op = op;
+        }
     }
 }
 
@@ -129,78 +123,51 @@ impl Formula<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{
+        self, add, binary, constant, input, multiply, numbered, ops, unary,
+    };
     use super::*;
-    use crate::ir::{Chain, Constant, Dim, InputSpec, Instruction};
+    use crate::ir::Dim;
 
     const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_6, 0.044_715, 3.0];
 
     /// Values 0 to 4 are constants, and 5 is the input. The results of `ops` are the values 6 and up. The last one is
     /// the output.
     fn graph(ops: Vec<Op>) -> Graph {
-        let constant = || Constant {
-            name: String::new(),
-            shape: Vec::new(),
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        };
-        let n = ops.len() as u32;
-        let made = (6..).zip(ops);
         Graph {
-            constants: SCALARS.iter().map(|_| constant()).collect(),
-            inputs: vec![InputSpec::Tensor {
-                value: Value(5),
-                name: String::new(),
-                shape: vec![Dim::UpTo(None)],
-                scalar_type: 6,
-            }],
-            main: Chain {
-                instructions: made
-                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
-                    .collect(),
-                outputs: vec![Out::Tensor(Value(5 + n))],
-            },
-            n_values: 6 + n,
-            ..Graph::default()
+            constants: SCALARS.iter().map(|_| constant("", &[])).collect(),
+            inputs: vec![input(5, &[Dim::UpTo(None)], 6)],
+            ..fixture::graph(numbered(6, ops))
         }
     }
 
-    fn binary(function: Binary, a: u32, b: u32) -> Op {
-        Op::Binary { function, a: Value(a), b: Value(b) }
-    }
-
-    fn unary(function: Unary, x: u32) -> Op {
-        Op::Unary { function, x: Value(x) }
-    }
-
-    fn fused(ops: Vec<Op>, scalars: [f32; 5]) -> Vec<Op> {
-        let mut graph = graph(ops);
+    fn fused(before: Vec<Op>, scalars: [f32; 5]) -> Vec<Op> {
+        let mut graph = graph(before);
         fuse(&mut graph, &(0..).map(Value).zip(scalars).collect());
-        graph.main.instructions.into_iter().map(|made| made.op).collect()
+        ops(&graph)
     }
 
     fn formula() -> Vec<Op> {
-        use Binary::{Add, Multiply, Power};
         vec![
-            binary(Multiply, 5, 0),  // 6
-            binary(Power, 5, 4),     // 7
-            binary(Multiply, 3, 7),  // 8
-            binary(Add, 8, 5),       // 9
-            binary(Multiply, 9, 2),  // 10
-            unary(Unary::Tanh, 10),  // 11
-            binary(Add, 11, 1),      // 12
-            binary(Multiply, 6, 12), // 13
+            multiply(5, 0),              // 6
+            binary(Binary::Power, 5, 4), // 7
+            multiply(3, 7),              // 8
+            add(8, 5),                   // 9
+            multiply(9, 2),              // 10
+            unary(Unary::Tanh, 10),      // 11
+            add(11, 1),                  // 12
+            multiply(6, 12),             // 13
         ]
     }
 
     #[test]
     fn an_activation_and_its_product_are_one_instruction() {
-        let gate = vec![unary(Unary::Silu, 5), binary(Binary::Multiply, 5, 6)];
+        let gate = vec![unary(Unary::Silu, 5), multiply(5, 6)];
         let (x, by) = (Value(5), Some(Value(5)));
         let function = Unary::Silu;
         assert_eq!(fused(gate, SCALARS), [Op::Activation { function, x, by }]);
         // Another reader needs the activation itself.
-        let twice =
-            vec![unary(Unary::Silu, 5), binary(Binary::Multiply, 5, 6), binary(Binary::Add, 6, 7)];
+        let twice = vec![unary(Unary::Silu, 5), multiply(5, 6), add(6, 7)];
         let made = fused(twice.clone(), SCALARS);
         assert_eq!(made[0], Op::Activation { function, x, by: None });
         assert_eq!(made[1..], twice[1..]);
@@ -225,9 +192,7 @@ mod tests {
         assert_eq!(fused(cubes_another.clone(), SCALARS), cubes_another);
         // In half precision the formula rounds at each instruction.
         let mut half = graph(formula());
-        if let InputSpec::Tensor { scalar_type, .. } = &mut half.inputs[0] {
-            *scalar_type = 5;
-        }
+        half.inputs = vec![input(5, &[Dim::UpTo(None)], 5)];
         fuse(&mut half, &(0..).map(Value).zip(SCALARS).collect());
         assert_eq!(half.main.instructions.len(), formula().len());
     }

@@ -183,55 +183,29 @@ impl Finder<'_> {
 mod tests {
     use mlx_rs::Dtype;
 
+    use super::super::fixture::{self, tensor};
     use super::*;
-    use crate::ir::{Chain, Constant};
 
+    /// Values 0 and 1 are weights of 6 and 8 rows, 2 is the weight of a norm, and 3 and 4 are inputs.
     const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5, in_float32: false };
 
-    /// Constants 0 and 1 are weights of 6 and 8 rows, and 2 is the weight of a norm. Values 3 and 4 are inputs. The
-    /// result of the last operation in `ops` is the output.
-    fn graph(ops: Vec<(Op, Out)>) -> Graph {
-        let constant = |shape: &[i32]| Constant {
-            name: String::new(),
-            shape: shape.to_vec(),
-            dtype: Dtype::Bfloat16,
-            joined: Vec::new(),
-        };
-        let outputs = ops.last().map(|(_, out)| *out).into_iter().collect();
-        Graph {
-            constants: vec![constant(&[6, 6]), constant(&[8, 6]), constant(&[6])],
-            main: Chain {
-                instructions: ops.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
-                outputs,
-            },
-            n_values: 40,
-            ..Graph::default()
-        }
-    }
-
-    fn tensor(op: Op, out: u32) -> (Op, Out) {
-        (op, Out::Tensor(Value(out)))
-    }
-
     fn norm(x: u32, out: u32) -> (Op, Out) {
-        tensor(Op::RmsNorm { x: Value(x), weight: NORM.weight, eps: NORM.eps }, out)
+        tensor(fixture::rms_norm(x, Some(2), NORM.eps), out)
     }
 
     fn linear(x: u32, weight: u32, out: u32) -> (Op, Out) {
-        let (x, weight) = (Value(x), Value(weight));
-        tensor(Op::Linear { x, weight, bias: None, transposed: false }, out)
+        tensor(fixture::linear(x, weight, None), out)
     }
 
     fn add(a: u32, b: u32, out: u32) -> (Op, Out) {
-        tensor(Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, out)
+        tensor(fixture::add(a, b), out)
     }
 
     /// A gate on product 11.
     fn gate(first: i32) -> [(Op, Out); 2] {
-        let split = Op::Split { x: Value(11), axis: -1, at: vec![first], sizes: 8..=8 };
         let by = Some(Value(13));
         [
-            (split, Out::Tensors(Value(12), 2)),
+            (fixture::split(11, -1, &[first], 8), Out::Tensors(Value(12), 2)),
             tensor(Op::Activation { function: Unary::Silu, x: Value(12), by }, 14),
         ]
     }
@@ -242,7 +216,7 @@ mod tests {
     }
 
     fn joined(ops: Vec<(Op, Out)>) -> Vec<(Op, Out)> {
-        let mut graph = graph(ops);
+        let mut graph = fixture::graph(ops);
         join(&mut graph);
         graph.main.instructions.into_iter().map(|made| (made.op, made.out)).collect()
     }
@@ -254,21 +228,12 @@ mod tests {
         let normalized =
             |scale, dtype| tensor(Op::NormInFloat32 { x: Value(3), norm, scale, dtype }, 10);
         let joined = |ops, weight| {
-            let mut graph = graph(ops);
+            let mut graph = fixture::graph(ops);
             join_norms(&mut graph, &HashMap::from([(Value(3), bf16), (Value(2), weight)]));
-            graph.main.instructions.into_iter().map(|made| made.op).collect::<Vec<_>>()
+            fixture::ops(&graph)
         };
         let made = joined(vec![normalized(None, bf16), linear(10, 0, 11)], f32);
-        let block = Op::LinearBlock {
-            x: Value(3),
-            weight: Value(0),
-            bias: None,
-            transposed: false,
-            norm: Some(norm),
-            gate: None,
-            residual: None,
-        };
-        assert_eq!(made, [block]);
+        assert_eq!(made, [Block { norm: Some(norm), ..block(3, 0) }.into_op()]);
         // A factor, another dtype, a weight that would be rounded twice, and a second reader.
         for (ops, weight) in [
             (vec![normalized(Some(Value(4)), bf16), linear(10, 0, 11)], f32),

@@ -51,39 +51,18 @@ fn limit_of(name: &str) -> Option<i32> {
 
 #[cfg(test)]
 mod tests {
-    use mlx_rs::Dtype;
-    use smallvec::smallvec;
-
+    use super::super::fixture;
     use super::*;
-    use crate::ir::{Chain, Constant, Instruction, Unary};
+    use crate::ir::{Instruction, Unary};
 
     /// Constant 0 is a flag; 1 and 2 are the frequencies beyond and within the limit. The cosine of the choice is the
     /// output.
     fn graph(flag: &str) -> Graph {
-        let constant = |name: &str| Constant {
-            name: name.to_owned(),
-            shape: vec![4],
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        };
-        let choice = Op::Call {
-            function: Function::Where,
-            tensors: smallvec![Value(0), Value(1), Value(2)],
-            ints: Vec::new(),
-        };
-        let cosine = Op::Unary { function: Unary::Cos, x: Value(3) };
-        let made = (3..).zip([choice, cosine]);
-        Graph {
-            constants: [flag, "beyond", "within"].map(constant).to_vec(),
-            main: Chain {
-                instructions: made
-                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
-                    .collect(),
-                outputs: vec![Out::Tensor(Value(4))],
-            },
-            n_values: 5,
-            ..Graph::default()
-        }
+        let choice = fixture::call(Function::Where, &[0, 1, 2]);
+        let made = fixture::numbered(3, [choice, fixture::unary(Unary::Cos, 3)]);
+        let constants =
+            [flag, "beyond", "within"].map(|name| fixture::constant(name, &[4])).to_vec();
+        Graph { constants, ..fixture::graph(made) }
     }
 
     fn chosen(flag: &str, capacity: i32) -> (Option<Value>, Vec<i32>) {

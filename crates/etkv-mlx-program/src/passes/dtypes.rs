@@ -60,25 +60,17 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         | Op::Unary { function: Unary::Neg, x } => of(x),
         // Functions of integers return floats.
         Op::Unary { x, .. } => of(x).filter(|&dtype| is_float(dtype)),
-        Op::Concatenate { tensors, .. } => shared(tensors.iter().map(of)),
-        Op::Activation { x, by, .. } => shared(std::iter::once(of(x)).chain(by.as_ref().map(of))),
-        Op::Binary { a, b, .. } => shared([of(a), of(b)].into_iter()),
-        Op::RmsNorm { x, weight, .. } => {
-            shared(std::iter::once(of(x)).chain(weight.as_ref().map(of)))
-        }
-        Op::LayerNorm { x, weight, bias, .. } => {
-            shared(std::iter::once(of(x)).chain([weight, bias].into_iter().flatten().map(of)))
-        }
-        Op::Linear { x, weight, bias, .. } => {
-            shared([of(x), of(weight)].into_iter().chain(bias.as_ref().map(of)))
-        }
-        Op::LinearBlock { .. } => shared(op.reads().iter().map(of)),
+        Op::Concatenate { .. }
+        | Op::Activation { .. }
+        | Op::Binary { .. }
+        | Op::RmsNorm { .. }
+        | Op::LayerNorm { .. }
+        | Op::Linear { .. }
+        | Op::LinearBlock { .. }
+        | Op::Addmm { .. } => shared(op.reads().iter().map(of)),
         Op::LinearHeads { x, weight, bias, heads, .. } => {
             let product = [of(x), of(weight)].into_iter().chain(bias.as_ref().map(of));
             shared(product.chain([Some(heads.dtype)]))
-        }
-        Op::Addmm { mat1, mat2, bias, .. } => {
-            shared([of(mat1), of(mat2)].into_iter().chain(bias.as_ref().map(of)))
         }
         Op::QuantizedMatmul { x, scales, .. } => shared([of(x), of(scales)].into_iter()),
         Op::Call { .. }

@@ -146,37 +146,16 @@ impl Tree<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, as_type, binary, concatenate, multiply, tensor, unary};
     use super::*;
-    use crate::ir::{Chain, Unary};
+    use crate::ir::Unary;
 
     fn fused(ops: Vec<(Op, u32)>, outputs: &[u32]) -> Vec<Instruction> {
-        let tensor = |value: u32| Out::Tensor(Value(value));
-        let mut graph = Graph {
-            main: Chain {
-                instructions: ops
-                    .into_iter()
-                    .map(|(op, out)| Instruction { op, out: tensor(out) })
-                    .collect(),
-                outputs: outputs.iter().copied().map(tensor).collect(),
-            },
-            n_values: 40,
-            ..Graph::default()
-        };
+        let mut graph = fixture::graph(ops.into_iter().map(|(op, out)| tensor(op, out)));
+        graph.main.outputs = fixture::tensors(outputs);
         let dtypes = HashMap::from([(Value(90), Dtype::Int32)]);
         fuse(&mut graph, &dtypes);
         graph.main.instructions
-    }
-
-    fn unary(function: Unary, x: u32) -> Op {
-        Op::Unary { function, x: Value(x) }
-    }
-
-    fn binary(function: Binary, a: u32, b: u32) -> Op {
-        Op::Binary { function, a: Value(a), b: Value(b) }
-    }
-
-    fn as_type(x: u32, dtype: Dtype) -> Op {
-        Op::AsType { x: Value(x), dtype }
     }
 
     #[test]
@@ -187,7 +166,7 @@ mod tests {
                 (as_type(1, Dtype::Float32), 10),
                 (as_type(2, Dtype::Float32), 11),
                 (unary(Unary::Silu, 11), 12),
-                (binary(Binary::Multiply, 10, 12), 13),
+                (multiply(10, 12), 13),
                 (as_type(13, Dtype::Bfloat16), 14),
             ],
             &[14],
@@ -209,16 +188,14 @@ mod tests {
 
     #[test]
     fn a_rotation_of_heads_is_one_expression() {
-        let joined =
-            |a: u32, b: u32, axis| Op::Concatenate { tensors: vec![Value(a), Value(b)], axis };
         let made = fused(
             vec![
-                (binary(Binary::Multiply, 1, 2), 10),
+                (multiply(1, 2), 10),
                 (unary(Unary::Neg, 4), 11),
-                (joined(11, 3, -1), 12),
-                (binary(Binary::Multiply, 12, 5), 13),
+                (concatenate(&[11, 3], -1), 12),
+                (multiply(12, 5), 13),
                 (binary(Binary::Add, 10, 13), 14),
-                (joined(14, 6, 3), 15),
+                (concatenate(&[14, 6], 3), 15),
             ],
             &[15],
         );
@@ -228,10 +205,10 @@ mod tests {
         assert_eq!(inputs[..], [1, 2, 4, 3, 5, 6].map(Value));
         assert_eq!(expression.nodes.last(), Some(&Node::Concatenate([9, 10], 3)));
         // Along another axis, and of three tensors.
-        let other = vec![(unary(Unary::Neg, 1), 10), (joined(10, 2, 1), 11)];
+        let other = vec![(unary(Unary::Neg, 1), 10), (concatenate(&[10, 2], 1), 11)];
         assert_eq!(fused(other, &[11]).len(), 2);
-        let three = Op::Concatenate { tensors: [10, 2, 3].map(Value).to_vec(), axis: -1 };
-        assert_eq!(fused(vec![(unary(Unary::Neg, 1), 10), (three, 11)], &[11]).len(), 2);
+        let three = vec![(unary(Unary::Neg, 1), 10), (concatenate(&[10, 2, 3], -1), 11)];
+        assert_eq!(fused(three, &[11]).len(), 2);
     }
 
     #[test]

@@ -68,87 +68,62 @@ fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{
+        self, add, constant, input, numbered, ops, tensor, tensors, unary,
+    };
     use super::*;
-    use crate::ir::{Binary, Chain, Dim, InputSpec, Instruction, Unary};
+    use crate::ir::{Chain, Dim, InputSpec, Unary};
     use mlx_rs::Dtype;
 
     /// Constant 0 is a norm's weight, 1 a number, and 2 a large tensor. The input is 3.
     fn folded(ops: Vec<Op>, init: Chain, init_targets: Vec<Value>) -> Graph {
-        let constant = |shape: &[i32]| Constant {
-            name: String::new(),
-            shape: shape.to_vec(),
-            dtype: Dtype::Bfloat16,
-            joined: Vec::new(),
-        };
-        let n = ops.len() as u32;
-        let made = (4..).zip(ops);
+        let shapes = [&[64][..], &[], &[1 << 10, 1 << 10]];
         let mut graph = Graph {
-            constants: vec![constant(&[64]), constant(&[]), constant(&[1 << 10, 1 << 10])],
-            inputs: vec![InputSpec::Tensor {
-                value: Value(3),
-                name: String::new(),
-                shape: vec![Dim::UpTo(None)],
-                scalar_type: 6,
-            }],
+            constants: shapes.map(|shape| constant("", shape)).to_vec(),
+            inputs: vec![input(3, &[Dim::UpTo(None)], 6)],
             init,
             init_targets,
-            main: Chain {
-                instructions: made
-                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
-                    .collect(),
-                outputs: vec![Out::Tensor(Value(3 + n))],
-            },
-            n_values: 4 + n,
-            ..Graph::default()
+            ..fixture::graph(numbered(4, ops))
         };
         fold(&mut graph);
         graph
     }
 
     fn wide(x: u32) -> Op {
-        Op::AsType { x: Value(x), dtype: Dtype::Float32 }
+        fixture::as_type(x, Dtype::Float32)
     }
 
-    fn sum(a: u32, b: u32) -> Op {
-        Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }
-    }
-
-    fn norm(weight: u32) -> Op {
-        Op::RmsNorm { x: Value(3), weight: Some(Value(weight)), eps: 1e-6 }
+    fn norm(x: u32, weight: u32) -> Op {
+        fixture::rms_norm(x, Some(weight), 1e-6)
     }
 
     #[test]
     fn what_constants_lead_to_is_made_at_load() {
-        let graph = folded(vec![wide(0), sum(4, 1), norm(5)], Chain::default(), Vec::new());
+        let graph = folded(vec![wide(0), add(4, 1), norm(3, 5)], Chain::default(), Vec::new());
         // There are two more constants, so the input is 5, and results are the values 6 and up.
-        let ops: Vec<Op> = graph.main.instructions.iter().map(|made| made.op.clone()).collect();
-        assert_eq!(ops, [Op::RmsNorm { x: Value(5), weight: Some(Value(4)), eps: 1e-6 }]);
-        assert_eq!(graph.main.outputs, [Out::Tensor(Value(8))]);
+        assert_eq!(ops(&graph), [norm(5, 4)]);
+        assert_eq!(graph.main.outputs, tensors(&[8]));
         assert_eq!(graph.constants.len(), 5);
         assert!(matches!(graph.inputs[0], InputSpec::Tensor { value: Value(5), .. }));
         let init: Vec<Op> = graph.init.instructions.iter().map(|made| made.op.clone()).collect();
-        assert_eq!(init, [wide(0), sum(6, 1)]);
+        assert_eq!(init, [wide(0), add(6, 1)]);
         assert_eq!(graph.init_targets, [Value(3), Value(4)]);
-        assert_eq!(graph.init.outputs, [Out::Tensor(Value(6)), Out::Tensor(Value(7))]);
+        assert_eq!(graph.init.outputs, tensors(&[6, 7]));
         assert_eq!(graph.n_values, 9);
     }
 
     #[test]
     fn what_is_large_or_no_constant_stays() {
-        for op in [wide(2), wide(3), sum(0, 2)] {
-            let graph = folded(vec![op.clone(), norm(4)], Chain::default(), Vec::new());
+        for op in [wide(2), wide(3), add(0, 2)] {
+            let graph = folded(vec![op.clone(), norm(3, 4)], Chain::default(), Vec::new());
             assert_eq!(graph.main.instructions[0].op, op);
             assert_eq!(graph.constants.len(), 3);
         }
         // An output is not moved.
         assert_eq!(folded(vec![wide(0)], Chain::default(), Vec::new()).constants.len(), 3);
         // The init chain replaces the constant.
-        let replaced = Instruction {
-            op: Op::Unary { function: Unary::Neg, x: Value(1) },
-            out: Out::Tensor(Value(9)),
-        };
-        let init = Chain { instructions: vec![replaced], outputs: vec![Out::Tensor(Value(9))] };
-        let graph = folded(vec![wide(0), norm(4)], init, vec![Value(0)]);
+        let init = fixture::graph([tensor(unary(Unary::Neg, 1), 9)]).main;
+        let graph = folded(vec![wide(0), norm(3, 4)], init, vec![Value(0)]);
         assert_eq!(graph.main.instructions.len(), 2);
     }
 }

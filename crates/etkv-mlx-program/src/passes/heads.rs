@@ -4,33 +4,26 @@
 //! One view has the heads of all pieces. It is then split along the axis of heads. Queries and keys with the same
 //! angles rotate in one kernel launch.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use super::joined::cuts;
-use super::only_readers;
+use super::{replace, view_of_heads, Readers};
 use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 
 /// The axis of heads in `[1, heads, T, head_dim]`.
-const HEADS: i32 = 1;
+pub const HEADS: i32 = 1;
 
 /// Rewrites the products of the main chain whose pieces are all heads.
 pub fn join(graph: &mut Graph) {
     let found: Vec<Heads> = {
-        let finder = Finder::new(graph);
-        (0..graph.main.instructions.len()).filter_map(|index| finder.heads(index)).collect()
+        let readers = Readers::of(graph);
+        (0..graph.main.instructions.len()).filter_map(|index| Heads::of(&readers, index)).collect()
     };
     let mut rewritten = HeadsRewrite::default();
     for heads in found {
         rewritten.add(graph, heads);
     }
-    let old = std::mem::take(&mut graph.main.instructions);
-    for (place, instruction) in old.into_iter().enumerate() {
-        match rewritten.new.remove(&place) {
-            Some(made) => graph.main.instructions.extend(made),
-            None if rewritten.gone.contains(&place) => {}
-            None => graph.main.instructions.push(instruction),
-        }
-    }
+    replace(graph, rewritten.new);
     graph.rename(&rewritten.renamed);
 }
 
@@ -49,40 +42,25 @@ struct Heads {
     rotary: Vec<usize>,
 }
 
-struct Finder<'a> {
-    graph: &'a Graph,
-    /// The only instruction that reads each value. Outputs, and values with several readers, are absent.
-    readers: HashMap<Value, usize>,
-}
-
-impl<'a> Finder<'a> {
-    fn new(graph: &'a Graph) -> Self {
-        let readers = only_readers(graph);
-        Self { graph, readers }
-    }
-
+impl Heads {
     /// Returns the common properties of the pieces of a split, if they are heads.
-    fn heads(&self, index: usize) -> Option<Heads> {
-        let instructions = &self.graph.main.instructions;
+    fn of(readers: &Readers, index: usize) -> Option<Self> {
+        let instructions = &readers.graph.main.instructions;
         let Instruction { op: Op::Split { x, axis: -1, at, sizes }, out } = &instructions[index]
         else {
             return None;
         };
-        let views: Vec<usize> =
-            out.tensors().map(|piece| self.readers.get(&piece).copied()).collect::<Option<_>>()?;
+        let views = out.tensors().map(|piece| Some(readers.reader(piece)?.0));
+        let views: Vec<usize> = views.collect::<Option<_>>()?;
         // The heads of all pieces have the same size, and each view infers the number of heads.
-        let Op::ReshapeTranspose { shape, perm, .. } = &instructions[*views.first()?].op else {
-            return None;
-        };
-        let &[Int::Literal(1), _, Int::Literal(-1), Int::Literal(head_dim)] = &shape[..] else {
-            return None;
-        };
-        let head_dim = i32::try_from(head_dim).ok().filter(|&size| size > 0)?;
+        let first = &instructions[*views.first()?].op;
+        let (_, head_dim) = view_of_heads(first)?;
+        let Op::ReshapeTranspose { shape, perm, .. } = first else { return None };
         let same = views.iter().all(|&view| {
             matches!(&instructions[view].op,
                 Op::ReshapeTranspose { shape: s, perm: p, .. } if s == shape && p == perm)
         });
-        if !same || perm[..] != [0, 2, 1, 3] || sizes.start() != sizes.end() {
+        if !same || sizes.start() != sizes.end() {
             return None;
         }
         let starts = [0].iter().chain(at.iter());
@@ -94,37 +72,35 @@ impl<'a> Finder<'a> {
                 (size % head_dim == 0).then_some(size / head_dim)
             })
             .collect::<Option<Vec<_>>>()?;
-        let rotary = self.rotary(&views);
+        let rotary = rotated_together(readers, &views);
         let (shape, perm) = (shape.clone(), perm.clone());
-        Some(Heads { index, x: *x, shape, perm, sizes, views, rotary })
+        Some(Self { index, x: *x, shape, perm, sizes, views, rotary })
     }
+}
 
-    /// Returns the embeddings of the first views that rotate by the same angles, if there are at least two.
-    fn rotary(&self, views: &[usize]) -> Vec<usize> {
-        let instructions = &self.graph.main.instructions;
-        let embedding = |view: usize| {
-            let Out::Tensor(value) = instructions[view].out else { return None };
-            let reader = *self.readers.get(&value)?;
-            match instructions[reader].op {
-                Op::Rotary { x, offsets, periods, dtype } if x == value => {
-                    Some((reader, (offsets, periods, dtype)))
-                }
-                _ => None,
+/// Returns the embeddings of the first views that rotate by the same angles, if there are at least two.
+fn rotated_together(readers: &Readers, views: &[usize]) -> Vec<usize> {
+    let embedding = |view: usize| {
+        let Out::Tensor(value) = readers.graph.main.instructions[view].out else { return None };
+        match readers.reader(value)? {
+            (reader, &Op::Rotary { x, offsets, periods, dtype }, _) if x == value => {
+                Some((reader, (offsets, periods, dtype)))
             }
-        };
-        let Some((_, angles)) = views.first().and_then(|&view| embedding(view)) else {
-            return Vec::new();
-        };
-        let shared: Vec<usize> = views
-            .iter()
-            .map_while(|&view| embedding(view).filter(|(_, found)| *found == angles))
-            .map(|(reader, _)| reader)
-            .collect();
-        if shared.len() > 1 {
-            shared
-        } else {
-            Vec::new()
+            _ => None,
         }
+    };
+    let Some((_, angles)) = views.first().and_then(|&view| embedding(view)) else {
+        return Vec::new();
+    };
+    let shared: Vec<usize> = views
+        .iter()
+        .map_while(|&view| embedding(view).filter(|(_, found)| *found == angles))
+        .map(|(reader, _)| reader)
+        .collect();
+    if shared.len() > 1 {
+        shared
+    } else {
+        Vec::new()
     }
 }
 
@@ -133,8 +109,6 @@ impl<'a> Finder<'a> {
 struct HeadsRewrite {
     /// The replacements of instructions, by index.
     new: HashMap<usize, Vec<Instruction>>,
-    /// The instructions that are removed.
-    gone: HashSet<usize>,
     renamed: HashMap<Value, Value>,
 }
 
@@ -149,6 +123,7 @@ impl HeadsRewrite {
         let mut first = vec![Instruction { op, out: Out::Tensor(all) }];
 
         // In the first split, the pieces that rotate together are one piece.
+        self.new.extend(views.iter().chain(&rotary).map(|&place| (place, Vec::new())));
         let n_rotated = rotary.len();
         let mut outer = sizes[n_rotated..].to_vec();
         if n_rotated > 0 {
@@ -180,7 +155,6 @@ impl HeadsRewrite {
             self.new.insert(at, made.into());
         }
         self.new.insert(index, first);
-        self.gone.extend(views.into_iter().chain(rotary));
     }
 }
 
@@ -196,64 +170,26 @@ fn split(x: Value, sizes: &[i32]) -> Op {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, assert_stays, attend, kinds, tensor, view_heads};
     use super::*;
-    use crate::ir::{Chain, IntValue};
     use mlx_rs::Dtype;
 
     /// Product 0 has 4 + 2 + 2 heads of 8 elements, split into 1 to 3 and viewed as 4 to 6. Values 7 and 8 are 4 and
     /// 5 after rotation. Angles are 9 and 10.
     fn graph() -> Graph {
-        let view = |x| Op::ReshapeTranspose {
-            x: Value(x),
-            shape: vec![
-                Int::Literal(1),
-                Int::Value(IntValue(0)),
-                Int::Literal(-1),
-                Int::Literal(8),
-            ],
-            perm: vec![0, 2, 1, 3],
+        let rotary = |x| {
+            let (x, offsets, periods) = (Value(x), Value(9), Value(10));
+            Op::Rotary { x, offsets, periods, dtype: Dtype::Float32 }
         };
-        let rotary = |x| Op::Rotary {
-            x: Value(x),
-            offsets: Value(9),
-            periods: Value(10),
-            dtype: Dtype::Float32,
-        };
-        let attend = Op::UpdateAndAttend {
-            q: Value(7),
-            k: Value(8),
-            v: Value(6),
-            position: Value(9),
-            layer: 0,
-            scale: 1.0,
-            softcap: None,
-            sinks: None,
-            out_dtype: None,
-            last_query: false,
-        };
-        let pieces = Op::Split { x: Value(0), axis: -1, at: vec![32, 48], sizes: 64..=64 };
-        let made = [
-            (pieces, Out::Tensors(Value(1), 3)),
-            (view(1), Out::Tensor(Value(4))),
-            (view(2), Out::Tensor(Value(5))),
-            (view(3), Out::Tensor(Value(6))),
-            (rotary(4), Out::Tensor(Value(7))),
-            (rotary(5), Out::Tensor(Value(8))),
-            (attend, Out::Tensor(Value(11))),
-        ];
-        Graph {
-            main: Chain {
-                instructions: made.map(|(op, out)| Instruction { op, out }).into(),
-                outputs: vec![Out::Tensor(Value(11))],
-            },
-            n_values: 12,
-            n_ints: 1,
-            ..Graph::default()
-        }
-    }
-
-    fn kinds(graph: &Graph) -> Vec<String> {
-        graph.main.instructions.iter().map(|made| made.op.kind()).collect()
+        fixture::graph([
+            (fixture::split(0, -1, &[32, 48], 64), Out::Tensors(Value(1), 3)),
+            tensor(view_heads(1, 8), 4),
+            tensor(view_heads(2, 8), 5),
+            tensor(view_heads(3, 8), 6),
+            tensor(rotary(4), 7),
+            tensor(rotary(5), 8),
+            tensor(attend([7, 8, 6], 9), 11),
+        ])
     }
 
     #[test]
@@ -290,26 +226,15 @@ mod tests {
 
     #[test]
     fn what_is_no_head_stays() {
-        let stays = |change: fn(&mut Graph)| {
-            let mut graph = graph();
-            change(&mut graph);
-            let before = graph.main.instructions.clone();
-            join(&mut graph);
-            assert_eq!(graph.main.instructions, before);
-        };
         // A piece with another reader.
-        stays(|graph| graph.main.outputs.push(Out::Tensor(Value(3))));
-        // Heads of another size.
-        stays(|graph| {
-            if let Op::ReshapeTranspose { shape, .. } = &mut graph.main.instructions[3].op {
-                shape[3] = Int::Literal(16);
-            }
-        });
-        // Part of a head.
-        stays(|graph| {
-            if let Op::Split { at, .. } = &mut graph.main.instructions[0].op {
-                at[0] = 28;
-            }
-        });
+        let mut read = graph();
+        read.main.outputs.push(Out::Tensor(Value(3)));
+        assert_stays(read, join);
+        // Heads of another size, and part of a head.
+        for (index, op) in [(3, view_heads(3, 16)), (0, fixture::split(0, -1, &[28, 48], 64))] {
+            let mut other = graph();
+            other.main.instructions[index].op = op;
+            assert_stays(other, join);
+        }
     }
 }

@@ -8,6 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use mlx_rs::Dtype;
 
+use super::{readers, replace};
 use crate::ir::{Affine, Binary, Graph, Instruction, Op, Out, Value};
 
 /// Joins products of the main chain whose weights have no other use.
@@ -60,13 +61,7 @@ pub fn join(graph: &mut Graph) {
         }
         replaced.insert(first.index, made);
     }
-    let old = std::mem::take(&mut graph.main.instructions);
-    for (index, instruction) in old.into_iter().enumerate() {
-        match replaced.remove(&index) {
-            Some(made) => graph.main.instructions.extend(made),
-            None => graph.main.instructions.push(instruction),
-        }
-    }
+    replace(graph, replaced);
     graph.rename(&renamed);
     drop_from_load(graph, &unneeded);
 }
@@ -143,12 +138,7 @@ struct Finder<'a> {
 
 impl<'a> Finder<'a> {
     fn new(graph: &'a Graph) -> Self {
-        let mut readers = HashMap::<Value, Vec<usize>>::new();
-        for (index, instruction) in graph.main.instructions.iter().enumerate() {
-            for value in instruction.op.reads() {
-                readers.entry(value).or_default().push(index);
-            }
-        }
+        let mut readers = readers(graph);
         for value in graph.main.tensor_outputs() {
             readers.entry(value).or_default().push(graph.main.instructions.len());
         }
@@ -256,39 +246,16 @@ fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, add, assert_stays, constant, kinds, linear};
+    use super::super::fixture::{multiply, numbered, tensor, tensors};
     use super::*;
-    use crate::ir::{Chain, Constant};
-
-    fn constant(name: &str, shape: &[i32]) -> Constant {
-        Constant {
-            name: name.to_owned(),
-            shape: shape.to_vec(),
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        }
-    }
+    use crate::ir::Constant;
 
     /// The input is the value after the constants. The results of `ops` are the next values and the outputs.
     fn graph(constants: Vec<Constant>, ops: Vec<Op>) -> Graph {
-        let first = constants.len() as u32 + 1;
-        let n_values = first + ops.len() as u32;
-        Graph {
-            constants,
-            main: Chain {
-                instructions: (first..)
-                    .zip(ops)
-                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
-                    .collect(),
-                outputs: (first..n_values).map(|value| Out::Tensor(Value(value))).collect(),
-            },
-            n_values,
-            ..Graph::default()
-        }
-    }
-
-    fn linear(x: u32, weight: u32, bias: Option<u32>) -> Op {
-        let (x, weight, bias) = (Value(x), Value(weight), bias.map(Value));
-        Op::Linear { x, weight, bias, transposed: false }
+        let mut graph = fixture::graph(numbered(constants.len() as u32 + 1, ops));
+        graph.main.outputs = graph.main.instructions.iter().map(|made| made.out).collect();
+        Graph { constants, ..graph }
     }
 
     fn joined_names(graph: &Graph, constant: usize) -> Vec<&str> {
@@ -307,7 +274,7 @@ mod tests {
         assert_eq!(product.op, linear(3, 0, None));
         let [x] = split.op.reads()[..] else { panic!("{split:?}") };
         assert_eq!(product.out, Out::Tensor(x));
-        assert_eq!(split.op, Op::Split { x, axis: -1, at: vec![8, 12], sizes: 16..=16 });
+        assert_eq!(split.op, fixture::split(x.0, -1, &[8, 12], 16));
         let pieces: Vec<Out> = split.out.tensors().map(Out::Tensor).collect();
         assert_eq!(graph.main.outputs, pieces);
     }
@@ -341,20 +308,18 @@ mod tests {
 
     /// Packed weights whose biases are computed at load, and the sums after their products.
     fn quantized() -> Graph {
-        let packed = |name: &str| constant(name, &[4, 8]);
-        let scales = |name: &str| constant(name, &[4, 2]);
-        let one = |name: &str| constant(name, &[]);
-        let constants = vec![
-            packed("w0"),
-            scales("s0"),
-            one("b0"),
-            constant("a0", &[4]),
-            packed("w1"),
-            scales("s1"),
-            one("b1"),
-            constant("a1", &[4]),
-            one("zero"),
+        let shapes: [(&str, &[i32]); 9] = [
+            ("w0", &[4, 8]),
+            ("s0", &[4, 2]),
+            ("b0", &[]),
+            ("a0", &[4]),
+            ("w1", &[4, 8]),
+            ("s1", &[4, 2]),
+            ("b1", &[]),
+            ("a1", &[4]),
+            ("zero", &[]),
         ];
+        let constants = shapes.map(|(name, shape)| constant(name, shape)).to_vec();
         let product = |w: u32| Op::QuantizedMatmul {
             x: Value(9),
             w: Value(w),
@@ -363,14 +328,11 @@ mod tests {
             packing: Affine { group_size: 32, bits: 4 },
             transpose: true,
         };
-        let sum = |a, b| Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) };
-        let ops = vec![product(0), sum(10, 3), product(4), sum(7, 12)];
+        let ops = vec![product(0), add(10, 3), product(4), add(7, 12)];
         let mut graph = graph(constants, ops);
-        graph.main.outputs = vec![Out::Tensor(Value(11)), Out::Tensor(Value(13))];
+        graph.main.outputs = tensors(&[11, 13]);
         for (scales, biases, out) in [(1, 2, 20), (5, 6, 21)] {
-            let (a, b) = (Value(scales), Value(8));
-            let op = Op::Binary { function: Binary::Multiply, a, b };
-            let out = Out::Tensor(Value(out));
+            let (op, out) = tensor(multiply(scales, 8), out);
             graph.init.instructions.push(Instruction { op, out });
             graph.init.outputs.push(out);
             graph.init_targets.push(Value(biases));
@@ -383,9 +345,7 @@ mod tests {
     fn packed_weights_are_joined_with_all_that_belongs_to_them() {
         let mut graph = quantized();
         join(&mut graph);
-        let kinds: Vec<String> =
-            graph.main.instructions.iter().map(|made| made.op.kind()).collect();
-        assert_eq!(kinds, ["QuantizedMatmul", "Add", "Split"]);
+        assert_eq!(kinds(&graph), ["QuantizedMatmul", "Add", "Split"]);
         for (place, name) in [(0, "w1"), (1, "s1"), (3, "a1")] {
             assert_eq!(joined_names(&graph, place), [name]);
         }
@@ -404,8 +364,6 @@ mod tests {
         if let Op::Binary { b, .. } = &mut graph.init.instructions[1].op {
             *b = Value(3);
         }
-        let before = graph.main.clone();
-        join(&mut graph);
-        assert_eq!(graph.main.instructions, before.instructions);
+        assert_stays(graph, join);
     }
 }

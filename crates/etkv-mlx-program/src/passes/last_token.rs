@@ -11,7 +11,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::rows::Rows;
-use super::{insert, makers};
+use super::{insert, readers};
 use crate::error::{fail, Result};
 use crate::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 
@@ -130,24 +130,15 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
 /// Returns the values that can be narrowed to the last row. Walks backwards from `logits` and from slices: a value
 /// can be narrowed if all its readers are.
 fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
-    let mut readers = HashMap::<Value, Vec<usize>>::new();
-    for (index, instruction) in graph.main.instructions.iter().enumerate() {
-        for value in instruction.op.reads() {
-            readers.entry(value).or_default().push(index);
-        }
-    }
-    let made = makers(graph);
+    let readers = readers(graph);
     let mut n_outputs = HashMap::<Value, usize>::new();
     for value in graph.main.tensor_outputs() {
         *n_outputs.entry(value).or_default() += 1;
     }
     let mut narrow = HashSet::new();
     // In reverse order, a value is visited after all its readers.
-    for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
+    for instruction in graph.main.instructions.iter().rev() {
         let Out::Tensor(value) = instruction.out else { continue };
-        if made.get(&value) != Some(&index) {
-            continue;
-        }
         let is_logits = logits == Some(value);
         if n_outputs.get(&value).copied().unwrap_or(0) > usize::from(is_logits) {
             continue;

@@ -23,29 +23,17 @@ pub enum Layout {
 /// Replaces a product with a transposed constant by one `Linear`.
 pub fn fuse(graph: &mut Graph) {
     let makers = makers(graph);
-    let fused: Vec<Option<Op>> = graph
-        .main
-        .instructions
-        .iter()
-        .map(|instruction| {
-            let Op::Addmm { mat1, mat2, bias, alpha, beta } = instruction.op else {
-                return None;
-            };
-            let Some(Op::Transpose { x, perm }) = maker(graph, &makers, mat2) else {
-                return None;
-            };
-            let plain = bias.is_none() || (alpha == 1.0 && beta == 1.0);
-            (plain && graph.is_constant(*x) && perm[..] == [1, 0]).then_some(Op::Linear {
-                x: mat1,
-                weight: *x,
-                bias,
-                transposed: false,
-            })
-        })
-        .collect();
-    for (instruction, op) in graph.main.instructions.iter_mut().zip(fused) {
-        if let Some(op) = op {
-            instruction.op = op;
+    for index in 0..graph.main.instructions.len() {
+        let Op::Addmm { mat1: x, mat2, bias, alpha, beta } = graph.main.instructions[index].op
+        else {
+            continue;
+        };
+        let Some(&Op::Transpose { x: weight, ref perm }) = maker(graph, &makers, mat2) else {
+            continue;
+        };
+        let plain = bias.is_none() || (alpha == 1.0 && beta == 1.0);
+        if plain && graph.is_constant(weight) && perm[..] == [1, 0] {
+            graph.main.instructions[index].op = Op::Linear { x, weight, bias, transposed: false };
         }
     }
 }

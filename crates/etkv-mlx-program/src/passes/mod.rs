@@ -7,6 +7,8 @@ mod common;
 mod dead;
 mod dtypes;
 mod elementwise;
+#[cfg(test)]
+mod fixture;
 mod fold;
 mod heads;
 mod joined;
@@ -25,7 +27,7 @@ pub use self::last_token::logits_output;
 pub use self::linear::Layout;
 pub use self::wanted::leave_out_unwanted_rows;
 use crate::error::Result;
-use crate::ir::{Graph, Instruction, Op, Out, Value};
+use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 use crate::TARGET;
 use std::collections::HashMap;
 
@@ -148,6 +150,36 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .collect()
 }
 
+/// Returns the instructions of the main chain that read each value, once for each read.
+fn readers(graph: &Graph) -> HashMap<Value, Vec<usize>> {
+    let mut readers = HashMap::<Value, Vec<usize>>::new();
+    for (index, instruction) in graph.main.instructions.iter().enumerate() {
+        for value in instruction.op.reads() {
+            readers.entry(value).or_default().push(index);
+        }
+    }
+    readers
+}
+
+/// A program, and the only instruction that reads each value.
+struct Readers<'a> {
+    graph: &'a Graph,
+    only: HashMap<Value, usize>,
+}
+
+impl<'a> Readers<'a> {
+    fn of(graph: &'a Graph) -> Self {
+        Self { graph, only: only_readers(graph) }
+    }
+
+    /// Returns the only instruction that reads a value.
+    fn reader(&self, value: Value) -> Option<(usize, &'a Op, Out)> {
+        let &index = self.only.get(&value)?;
+        let Instruction { op, out } = &self.graph.main.instructions[index];
+        Some((index, op, *out))
+    }
+}
+
 /// Returns the only reader of each value in the main chain. Values that are read more than once, and outputs, are
 /// absent.
 pub fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
@@ -160,6 +192,28 @@ pub fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
 
 fn maker<'a>(graph: &'a Graph, makers: &HashMap<Value, usize>, value: Value) -> Option<&'a Op> {
     makers.get(&value).map(|&index| &graph.main.instructions[index].op)
+}
+
+/// Returns the number of tokens and the head size of a view of features as heads, `[1, heads, T, head_dim]`, that
+/// infers the number of heads.
+fn view_of_heads(op: &Op) -> Option<(Int, i32)> {
+    let Op::ReshapeTranspose { shape, perm, .. } = op else { return None };
+    let &[Int::Literal(1), tokens, Int::Literal(-1), Int::Literal(head_dim)] = &shape[..] else {
+        return None;
+    };
+    let head_dim = i32::try_from(head_dim).ok().filter(|&size| size > 0)?;
+    (perm[..] == [0, 2, 1, 3]).then_some((tokens, head_dim))
+}
+
+/// Replaces the instructions at these indices.
+fn replace(graph: &mut Graph, mut new: HashMap<usize, Vec<Instruction>>) {
+    let old = std::mem::take(&mut graph.main.instructions);
+    for (index, instruction) in old.into_iter().enumerate() {
+        match new.remove(&index) {
+            Some(made) => graph.main.instructions.extend(made),
+            None => graph.main.instructions.push(instruction),
+        }
+    }
 }
 
 /// Inserts instructions, each before the one at its index. Indices ascend.

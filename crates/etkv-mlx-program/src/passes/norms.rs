@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use mlx_rs::{Array, Dtype};
 
-use super::{dead, dtypes, makers, only_readers};
+use super::{dead, dtypes, maker, makers, Readers};
+use crate::dtype::is_float;
 use crate::ir::{Binary, Graph, Norm, Op, Out, Value};
 
 /// Replaces norms of the main chain. `constants` are the loaded constants.
@@ -14,43 +15,38 @@ pub fn fuse(graph: &mut Graph, constants: &[Option<Array>]) {
         graph,
         constants,
         dtypes: dtypes::with_constants(graph, constants),
-        readers: only_readers(graph),
+        readers: Readers::of(graph),
         makers: makers(graph),
     };
-    let found: Vec<NormMatch> =
+    let found: Vec<(usize, Op)> =
         (0..graph.main.instructions.len()).filter_map(|index| finder.norm(index)).collect();
-    for NormMatch { at, op } in found {
+    for (at, op) in found {
         graph.main.instructions[at].op = op;
     }
     dead::eliminate(graph);
-}
-
-/// A fused norm, and the index of the instruction that it replaces.
-struct NormMatch {
-    at: usize,
-    op: Op,
 }
 
 struct Finder<'a> {
     graph: &'a Graph,
     constants: &'a [Option<Array>],
     dtypes: HashMap<Value, Dtype>,
-    readers: HashMap<Value, usize>,
+    readers: Readers<'a>,
     makers: HashMap<Value, usize>,
 }
 
 impl Finder<'_> {
-    fn norm(&self, index: usize) -> Option<NormMatch> {
+    /// Returns the norm at an index, fused with the operations around it, and the index of the instruction that it
+    /// replaces.
+    fn norm(&self, index: usize) -> Option<(usize, Op)> {
         let made = &self.graph.main.instructions[index];
         let (&Op::RmsNorm { x, weight, eps }, Out::Tensor(out)) = (&made.op, made.out) else {
             return None;
         };
         // MLX computes in float32 if any operand is float32.
-        let operands = std::iter::once(x).chain(weight).map(|value| self.dtypes.get(&value));
-        let operands: Vec<Dtype> =
-            operands.collect::<Option<Vec<_>>>()?.into_iter().copied().collect();
-        if !operands.contains(&Dtype::Float32) || !operands.iter().all(|&dtype| is_supported(dtype))
-        {
+        let operands = std::iter::once(x).chain(weight);
+        let operands = operands.map(|value| self.dtypes.get(&value).copied());
+        let operands: Vec<Dtype> = operands.collect::<Option<_>>()?;
+        if !operands.contains(&Dtype::Float32) || !operands.iter().all(|&dtype| is_float(dtype)) {
             return None;
         }
         let source = self.before(x);
@@ -67,21 +63,15 @@ impl Finder<'_> {
         if at == index && !converts {
             return None;
         }
-        let op = Op::NormInFloat32 {
-            x: source,
-            norm: Norm { weight, eps, in_float32: true },
-            scale,
-            dtype,
-        };
-        Some(NormMatch { at, op })
+        let norm = Norm { weight, eps, in_float32: true };
+        Some((at, Op::NormInFloat32 { x: source, norm, scale, dtype }))
     }
 
     /// Returns the operand of `x` if `x` is a conversion to float32; otherwise `x`.
     fn before(&self, x: Value) -> Value {
-        let made = self.makers.get(&x).map(|&index| &self.graph.main.instructions[index].op);
-        match made {
+        match maker(self.graph, &self.makers, x) {
             Some(&Op::AsType { x: source, dtype: Dtype::Float32 })
-                if self.dtypes.get(&source).is_some_and(|&dtype| is_supported(dtype)) =>
+                if self.dtypes.get(&source).is_some_and(|&dtype| is_float(dtype)) =>
             {
                 source
             }
@@ -92,10 +82,8 @@ impl Finder<'_> {
     /// Returns the only reader of `value`, if it multiplies by a float32 constant of one element: its index, its
     /// result, and the constant.
     fn factor(&self, value: Value) -> Option<(usize, Value, Value)> {
-        let &index = self.readers.get(&value)?;
-        let made = &self.graph.main.instructions[index];
-        let (&Op::Binary { function: Binary::Multiply, a, b }, Out::Tensor(out)) =
-            (&made.op, made.out)
+        let (index, &Op::Binary { function: Binary::Multiply, a, b }, Out::Tensor(out)) =
+            self.readers.reader(value)?
         else {
             return None;
         };
@@ -108,22 +96,17 @@ impl Finder<'_> {
 
     /// Returns the only reader of `value`, if it converts to half precision: its index, and the dtype.
     fn conversion(&self, value: Value) -> Option<(usize, Dtype)> {
-        let &index = self.readers.get(&value)?;
-        match self.graph.main.instructions[index].op {
-            Op::AsType { dtype, .. } if is_supported(dtype) => Some((index, dtype)),
+        match self.readers.reader(value)? {
+            (index, &Op::AsType { dtype, .. }, _) if is_float(dtype) => Some((index, dtype)),
             _ => None,
         }
     }
 }
 
-fn is_supported(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, constant, tensor};
     use super::*;
-    use crate::ir::{Chain, Constant, Instruction};
 
     /// Constant 0 is the weight of a norm in float32, 1 a number, and 2 a list of two numbers. Values 3 and 4 are
     /// computed in bfloat16 and float32.
@@ -132,23 +115,12 @@ mod tests {
             [Array::ones::<f32>(&[6]), Array::ones::<f32>(&[]), Array::ones::<f32>(&[2])];
         let constants: Vec<Option<Array>> =
             constants.into_iter().map(|constant| Some(constant.unwrap())).collect();
-        let known = |dtype, out| (Op::AsType { x: Value(30), dtype }, out);
+        let known = |dtype, out| as_type(30, dtype, out);
         let made = [known(Dtype::Bfloat16, 3), known(Dtype::Float32, 4)].into_iter().chain(ops);
-        let instructions: Vec<Instruction> =
-            made.map(|(op, out)| Instruction { op, out: Out::Tensor(Value(out)) }).collect();
-        let constant = |array: &Option<Array>| Constant {
-            name: String::new(),
-            shape: array.iter().flat_map(|array| array.shape().to_vec()).collect(),
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        };
-        let outputs = instructions.last().map(|made| made.out).into_iter().collect();
         let mut graph = Graph {
-            constants: constants.iter().map(constant).collect(),
+            constants: [&[6][..], &[], &[2]].map(|shape| constant("", shape)).to_vec(),
             init_targets: vec![Value(0)],
-            main: Chain { instructions, outputs },
-            n_values: 40,
-            ..Graph::default()
+            ..fixture::graph(made.map(|(op, out)| tensor(op, out)))
         };
         fuse(&mut graph, &constants);
         let out = |out: Out| out.tensors().next().map_or(0, |value| value.0);
@@ -157,15 +129,15 @@ mod tests {
     }
 
     fn norm(x: u32, weight: Option<u32>, out: u32) -> (Op, u32) {
-        (Op::RmsNorm { x: Value(x), weight: weight.map(Value), eps: 1e-6 }, out)
+        (fixture::rms_norm(x, weight, 1e-6), out)
     }
 
     fn as_type(x: u32, dtype: Dtype, out: u32) -> (Op, u32) {
-        (Op::AsType { x: Value(x), dtype }, out)
+        (fixture::as_type(x, dtype), out)
     }
 
     fn times(a: u32, b: u32, out: u32) -> (Op, u32) {
-        (Op::Binary { function: Binary::Multiply, a: Value(a), b: Value(b) }, out)
+        (fixture::multiply(a, b), out)
     }
 
     fn whole(x: u32, weight: Option<u32>, scale: Option<u32>, dtype: Dtype, out: u32) -> (Op, u32) {

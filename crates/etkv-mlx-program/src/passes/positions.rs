@@ -97,6 +97,7 @@ fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{as_type, expand, reshape};
     use super::*;
     use mlx_rs::Dtype;
 
@@ -104,34 +105,25 @@ mod tests {
         ops.iter().try_fold(vec![Axis::Tokens], |axes, op| apply(op, axes))
     }
 
-    fn expand(axis: i32) -> Op {
-        Op::ExpandDims { x: Value(0), axis }
-    }
-
     fn take_first(axis: i32) -> Op {
         Op::Take { x: Value(0), index: Index::One(Int::Literal(0)), axis }
-    }
-
-    fn reshape(shape: &[i64]) -> Op {
-        Op::Reshape { x: Value(0), shape: shape.iter().map(|&dim| Int::Literal(dim)).collect() }
     }
 
     #[test]
     fn views_that_keep_every_element_are_seen_through() {
         use Axis::{One, Tokens};
-        let exported = [expand(0), take_first(0), reshape(&[-1, 1])];
+        let exported = [expand(0, 0), take_first(0), reshape(0, &[-1, 1])];
         assert_eq!(axes_after(&exported), Some(vec![Tokens, One]));
-        assert_eq!(axes_after(&[expand(-1)]), Some(vec![Tokens, One]));
-        let cast = Op::AsType { x: Value(0), dtype: Dtype::Int32 };
-        assert_eq!(axes_after(&[cast, expand(1)]), Some(vec![Tokens, One]));
+        assert_eq!(axes_after(&[expand(0, -1)]), Some(vec![Tokens, One]));
+        assert_eq!(axes_after(&[as_type(0, Dtype::Int32), expand(0, 1)]), Some(vec![Tokens, One]));
     }
 
     #[test]
     fn views_that_drop_elements_are_not() {
         assert_eq!(axes_after(&[take_first(0)]), None, "the first token of many");
-        assert_eq!(axes_after(&[expand(0), take_first(1)]), None);
-        assert_eq!(axes_after(&[reshape(&[2, -1])]), None);
-        assert_eq!(axes_after(&[reshape(&[1, 1])]), None);
-        assert_eq!(axes_after(&[expand(5)]), None);
+        assert_eq!(axes_after(&[expand(0, 0), take_first(1)]), None);
+        assert_eq!(axes_after(&[reshape(0, &[2, -1])]), None);
+        assert_eq!(axes_after(&[reshape(0, &[1, 1])]), None);
+        assert_eq!(axes_after(&[expand(0, 5)]), None);
     }
 }

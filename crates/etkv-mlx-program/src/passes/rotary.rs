@@ -168,65 +168,41 @@ impl Finder<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, add, as_type, concatenate, constant, expand, input};
+    use super::super::fixture::{multiply, numbered, ops, slice, unary};
     use super::*;
-    use crate::ir::{Chain, Constant, Dim, InputSpec};
+    use crate::ir::{Dim, Index};
 
     /// Positions are value 2, `x` is 3; constants are 0 and 1.
     fn graph() -> Graph {
-        let constant = |shape: &[i32]| Constant {
-            name: String::new(),
-            shape: shape.to_vec(),
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        };
-        let input = |value, shape: &[Dim], scalar_type| InputSpec::Tensor {
-            value: Value(value),
-            name: String::new(),
-            shape: shape.to_vec(),
-            scalar_type,
-        };
         let any = Dim::UpTo(None);
-        let v = Value;
-        let slice = |start, stop| Op::Slice {
-            x: v(3),
-            axis: Int::Literal(3),
-            start: Int::Literal(start),
-            stop: Int::Literal(stop),
-            step: 1,
-        };
-        let product = |a, b| Op::Binary { function: Binary::Multiply, a: v(a), b: v(b) };
-        let unary = |function, x| Op::Unary { function, x: v(x) };
-        let ops = [
-            Op::ExpandDims { x: v(2), axis: 0 },                       // 4
-            Op::ExpandDims { x: v(4), axis: 2 },                       // 5
-            Op::AsType { x: v(5), dtype: Dtype::Float32 },             // 6
-            product(6, 0),                                             // 7
-            Op::Concatenate { tensors: vec![v(7); 2], axis: -1 },      // 8
-            unary(Unary::Cos, 8),                                      // 9
-            product(9, 1),                                             // 10
-            Op::ExpandDims { x: v(10), axis: 1 },                      // 11
-            unary(Unary::Sin, 8),                                      // 12
-            product(1, 12),                                            // 13
-            Op::ExpandDims { x: v(13), axis: 1 },                      // 14
-            product(3, 11),                                            // 15
-            slice(0, 4),                                               // 16
-            slice(4, i64::MAX),                                        // 17
-            unary(Unary::Neg, 17),                                     // 18
-            Op::Concatenate { tensors: vec![v(18), v(16)], axis: -1 }, // 19
-            product(19, 14),                                           // 20
-            Op::Binary { function: Binary::Add, a: v(15), b: v(20) },  // 21
+        let made = [
+            expand(2, 0),               // 4
+            expand(4, 2),               // 5
+            as_type(5, Dtype::Float32), // 6
+            multiply(6, 0),             // 7
+            concatenate(&[7, 7], -1),   // 8
+            unary(Unary::Cos, 8),       // 9
+            multiply(9, 1),             // 10
+            expand(10, 1),              // 11
+            unary(Unary::Sin, 8),       // 12
+            multiply(1, 12),            // 13
+            expand(13, 1),              // 14
+            multiply(3, 11),            // 15
+            slice(3, 3, 0, 4),          // 16
+            slice(3, 3, 4, i64::MAX),   // 17
+            unary(Unary::Neg, 17),      // 18
+            concatenate(&[18, 16], -1), // 19
+            multiply(19, 14),           // 20
+            add(15, 20),                // 21
         ];
-        let instructions =
-            (4..).zip(ops).map(|(out, op)| Instruction { op, out: Out::Tensor(v(out)) });
         Graph {
-            constants: vec![constant(&[1, 1, 4]), constant(&[])],
+            constants: vec![constant("", &[1, 1, 4]), constant("", &[])],
             inputs: vec![
                 input(2, &[any], 4),
                 input(3, &[Dim::Static(1), Dim::Static(2), any, Dim::Static(8)], 6),
             ],
-            main: Chain { instructions: instructions.collect(), outputs: vec![Out::Tensor(v(21))] },
-            n_values: 22,
-            ..Graph::default()
+            ..fixture::graph(numbered(4, made))
         }
     }
 
@@ -234,8 +210,7 @@ mod tests {
         let mut graph = graph();
         change(&mut graph);
         fuse(&mut graph, &HashMap::from([(Value(1), scale)]));
-        let last = graph.main.instructions.pop().map(|instruction| instruction.op);
-        last.filter(|op| matches!(op, Op::Rotary { .. }))
+        ops(&graph).pop().filter(|op| matches!(op, Op::Rotary { .. }))
     }
 
     #[test]
@@ -243,12 +218,11 @@ mod tests {
         let mut graph = graph();
         fuse(&mut graph, &HashMap::from([(Value(1), 1.0)]));
         super::super::dead::eliminate(&mut graph);
-        let ops: Vec<Op> = graph.main.instructions.into_iter().map(|made| made.op).collect();
         let [offsets, periods] = [Value(22), Value(23)];
         assert_eq!(
-            ops,
+            ops(&graph),
             [
-                Op::AsType { x: Value(2), dtype: Dtype::Int32 },
+                as_type(2, Dtype::Int32),
                 Op::RotaryPeriods { inverse: Value(0) },
                 Op::Rotary { x: Value(3), offsets, periods, dtype: Dtype::Float32 },
             ]
@@ -259,21 +233,22 @@ mod tests {
     fn what_differs_stays() {
         assert!(fused(|_| {}, 1.0).is_some());
         assert!(fused(|_| {}, 1.5).is_none(), "a scaled table");
-        let replace =
-            |at: usize, op: Op| move |graph: &mut Graph| graph.main.instructions[at].op = op;
-        let v = Value;
-        let cosine = Op::Unary { function: Unary::Cos, x: v(8) };
-        assert!(fused(replace(8, cosine), 1.0).is_none(), "cosines twice");
-        let back = Op::Unary { function: Unary::Neg, x: v(16) };
-        assert!(fused(replace(14, back), 1.0).is_none(), "the first half twice");
-        let swapped = Op::Concatenate { tensors: vec![v(16), v(18)], axis: -1 };
-        assert!(fused(replace(15, swapped), 1.0).is_none(), "rotated the other way");
-        let first = Op::Take { x: v(2), index: crate::ir::Index::One(Int::Literal(0)), axis: 0 };
-        assert!(fused(replace(0, first), 1.0).is_none(), "only the first position");
+        let first = Op::Take { x: Value(2), index: Index::One(Int::Literal(0)), axis: 0 };
+        for (at, op, what) in [
+            (8, unary(Unary::Cos, 8), "cosines twice"),
+            (14, unary(Unary::Neg, 16), "the first half twice"),
+            (15, concatenate(&[16, 18], -1), "rotated the other way"),
+            (0, first, "only the first position"),
+        ] {
+            assert!(fused(|graph| graph.main.instructions[at].op = op, 1.0).is_none(), "{what}");
+        }
         assert!(
             fused(|graph| graph.constants[0].shape = vec![1, 1, 8], 1.0).is_none(),
             "more pairs"
         );
-        assert!(fused(|graph| graph.init_targets = vec![v(0)], 1.0).is_none(), "replaced at load");
+        assert!(
+            fused(|graph| graph.init_targets = vec![Value(0)], 1.0).is_none(),
+            "replaced at load"
+        );
     }
 }

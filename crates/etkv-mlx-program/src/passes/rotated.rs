@@ -5,35 +5,40 @@
 
 use std::collections::HashMap;
 
-use super::only_readers;
-use crate::ir::{Graph, Heads, Instruction, Int, Norm, Op, Out, Value};
-
-/// The axis of heads in `[1, heads, T, head_dim]`.
-const HEADS: i32 = 1;
+use super::heads::HEADS;
+use super::{replace, view_of_heads, Readers};
+use crate::ir::{Graph, Heads, Instruction, Norm, Op, Out, Value};
 
 /// Rewrites the products of the main chain whose heads [`heads`](super::heads) has joined.
 pub fn join(graph: &mut Graph) {
-    let readers = only_readers(graph);
+    let readers = Readers::of(graph);
     let found: Vec<RotatedMatch> = (0..graph.main.instructions.len())
-        .filter_map(|index| Finder { graph, readers: &readers }.around(index))
+        .filter_map(|index| RotatedMatch::around(&readers, index))
         .collect();
-    let mut instructions: Vec<Option<Instruction>> =
-        std::mem::take(&mut graph.main.instructions).into_iter().map(Some).collect();
-    let mut renamed = HashMap::new();
+    let (mut new, mut renamed) = (HashMap::new(), HashMap::new());
     for RotatedMatch { op, replaced, pieces } in found {
         let n = pieces.len() as u32;
         let out = Out::Tensors(graph.new_values(n), n);
         renamed.extend(pieces.into_iter().zip(out.tensors()));
-        for &place in &replaced {
-            instructions[place] = None;
-        }
+        new.extend(replaced.iter().map(|&place| (place, Vec::new())));
         // The product gets the index of the last replaced instruction: all its operands exist there.
         if let Some(&last) = replaced.iter().max() {
-            instructions[last] = Some(Instruction { op, out });
+            new.insert(last, vec![Instruction { op, out }]);
         }
     }
-    graph.main.instructions = instructions.into_iter().flatten().collect();
+    replace(graph, new);
     graph.rename(&renamed);
+}
+
+/// Returns the split of a value along the axis of heads: its index, its boundaries, its number of heads, and its
+/// pieces.
+fn cut<'a>(readers: &Readers<'a>, value: Value) -> Option<(usize, &'a [i32], i32, Vec<Value>)> {
+    match readers.reader(value)? {
+        (index, Op::Split { axis: HEADS, at, sizes, .. }, out) if sizes.start() == sizes.end() => {
+            Some((index, at, *sizes.end(), out.tensors().collect()))
+        }
+        _ => None,
+    }
 }
 
 /// A product, the instructions that it replaces, and their final results.
@@ -43,34 +48,11 @@ struct RotatedMatch {
     pieces: Vec<Value>,
 }
 
-struct Finder<'a> {
-    graph: &'a Graph,
-    readers: &'a HashMap<Value, usize>,
-}
-
-impl Finder<'_> {
-    /// Returns the only instruction that reads a value.
-    fn reader(&self, value: Value) -> Option<(usize, &Op, Out)> {
-        let &index = self.readers.get(&value)?;
-        let instruction = &self.graph.main.instructions[index];
-        Some((index, &instruction.op, instruction.out))
-    }
-
-    /// Returns the split of a value along the axis of heads: its index, its boundaries, its number of heads, and its
-    /// pieces.
-    fn cut(&self, value: Value) -> Option<(usize, &[i32], i32, Vec<Value>)> {
-        match self.reader(value)? {
-            (index, Op::Split { axis: HEADS, at, sizes, .. }, out)
-                if sizes.start() == sizes.end() =>
-            {
-                Some((index, at, *sizes.end(), out.tensors().collect()))
-            }
-            _ => None,
-        }
-    }
-
-    fn around(&self, index: usize) -> Option<RotatedMatch> {
-        let made = &self.graph.main.instructions[index];
+impl RotatedMatch {
+    /// Returns the product at an index, with the operations on its heads.
+    fn around(readers: &Readers, index: usize) -> Option<Self> {
+        let instructions = &readers.graph.main.instructions;
+        let made = &instructions[index];
         let (x, weight, bias, norm): (Value, Value, Option<Value>, Option<Norm>) = match made.op {
             Op::Linear { x, weight, bias, transposed: false } => (x, weight, bias, None),
             Op::LinearBlock {
@@ -85,27 +67,19 @@ impl Finder<'_> {
             _ => return None,
         };
         let Out::Tensor(product) = made.out else { return None };
-        let (view, op, Out::Tensor(all)) = self.reader(product)? else { return None };
-        let Op::ReshapeTranspose { shape, perm, .. } = op else { return None };
-        let &[Int::Literal(1), tokens, Int::Literal(-1), Int::Literal(head_dim)] = &shape[..]
-        else {
-            return None;
-        };
-        if perm[..] != [0, 2, 1, 3] {
-            return None;
-        }
-        let head_dim = i32::try_from(head_dim).ok()?;
+        let (view, op, Out::Tensor(all)) = readers.reader(product)? else { return None };
+        let (tokens, head_dim) = view_of_heads(op)?;
 
-        let (cut, at, n, pieces) = self.cut(all)?;
+        let (split, at, n, pieces) = cut(readers, all)?;
         let (&first, still) = pieces.split_first()?;
-        let (rotary, op, Out::Tensor(embedded)) = self.reader(first)? else { return None };
+        let (rotary, op, Out::Tensor(embedded)) = readers.reader(first)? else { return None };
         let &Op::Rotary { offsets, periods, dtype, .. } = op else { return None };
-        let (inner, among, rotated, mut made) = self.cut(embedded)?;
+        let (inner, among, rotated, mut made) = cut(readers, embedded)?;
         made.extend_from_slice(still);
-        let replaced = vec![index, view, cut, rotary, inner];
+        let replaced = vec![index, view, split, rotary, inner];
         // No instruction before the new product may read the heads that do not rotate.
         let reads = |value: &Value| {
-            self.graph.main.instructions[..inner].iter().any(|made| made.op.reads().contains(value))
+            instructions[..inner].iter().any(|made| made.op.reads().contains(value))
         };
         if at.first() != Some(&rotated) || still.iter().any(reads) {
             return None;
@@ -113,7 +87,7 @@ impl Finder<'_> {
         let at = among.iter().chain(at).copied().collect();
         let heads = Heads { tokens, head_dim, n, at, rotated, offsets, periods, dtype };
         let op = Op::LinearHeads { x, weight, bias, transposed: false, norm, heads };
-        Some(RotatedMatch { op, replaced, pieces: made })
+        Some(Self { op, replaced, pieces: made })
     }
 }
 
@@ -121,56 +95,22 @@ impl Finder<'_> {
 mod tests {
     use mlx_rs::Dtype;
 
+    use super::super::fixture::{self, assert_stays, attend, linear, split, tensor, view_heads};
     use super::*;
-    use crate::ir::{Chain, IntValue};
+    use crate::ir::{Int, IntValue};
 
     /// Input 0 times weight 1, viewed as 4 + 2 + 2 heads of 16 elements. The first six heads rotate. Value 6 has the
     /// queries, 7 the keys, 5 the values. Angles are 9 and 10.
     fn graph() -> Graph {
-        let split =
-            |x, at: i32, n| Op::Split { x: Value(x), axis: HEADS, at: vec![at], sizes: n..=n };
-        let tokens = Int::Value(IntValue(0));
-        let view = Op::ReshapeTranspose {
-            x: Value(2),
-            shape: vec![Int::Literal(1), tokens, Int::Literal(-1), Int::Literal(16)],
-            perm: vec![0, 2, 1, 3],
-        };
-        let linear = Op::Linear { x: Value(0), weight: Value(1), bias: None, transposed: false };
-        let rotary = Op::Rotary {
-            x: Value(4),
-            offsets: Value(9),
-            periods: Value(10),
-            dtype: Dtype::Bfloat16,
-        };
-        let attend = Op::UpdateAndAttend {
-            q: Value(6),
-            k: Value(7),
-            v: Value(5),
-            position: Value(9),
-            layer: 0,
-            scale: 1.0,
-            softcap: None,
-            sinks: None,
-            out_dtype: None,
-            last_query: false,
-        };
-        let made = [
-            (linear, Out::Tensor(Value(2))),
-            (view, Out::Tensor(Value(3))),
-            (split(3, 6, 8), Out::Tensors(Value(4), 2)),
-            (rotary, Out::Tensor(Value(8))),
-            (split(8, 4, 6), Out::Tensors(Value(6), 2)),
-            (attend, Out::Tensor(Value(11))),
-        ];
-        Graph {
-            main: Chain {
-                instructions: made.map(|(op, out)| Instruction { op, out }).into(),
-                outputs: vec![Out::Tensor(Value(11))],
-            },
-            n_values: 12,
-            n_ints: 1,
-            ..Graph::default()
-        }
+        let (x, offsets, periods) = (Value(4), Value(9), Value(10));
+        fixture::graph([
+            tensor(linear(0, 1, None), 2),
+            tensor(view_heads(2, 16), 3),
+            (split(3, HEADS, &[6], 8), Out::Tensors(Value(4), 2)),
+            tensor(Op::Rotary { x, offsets, periods, dtype: Dtype::Bfloat16 }, 8),
+            (split(8, HEADS, &[4], 6), Out::Tensors(Value(6), 2)),
+            tensor(attend([6, 7, 5], 9), 11),
+        ])
     }
 
     #[test]
@@ -205,32 +145,22 @@ mod tests {
 
     #[test]
     fn what_others_read_stays() {
-        let stays = |change: fn(&mut Graph)| {
-            let mut graph = graph();
-            change(&mut graph);
-            let before = graph.main.instructions.clone();
-            join(&mut graph);
-            assert_eq!(graph.main.instructions, before);
-        };
         // The product, the heads, the heads that rotate, and the rotated heads.
         for value in [2, 3, 4, 8] {
             let mut graph = graph();
             graph.main.outputs.push(Out::Tensor(Value(value)));
-            let before = graph.main.instructions.clone();
-            join(&mut graph);
-            assert_eq!(graph.main.instructions, before);
+            assert_stays(graph, join);
         }
         // The values are read before the queries are rotated.
-        stays(|graph| {
-            let op = Op::ExpandDims { x: Value(5), axis: 0 };
-            let made = Instruction { op, out: Out::Tensor(Value(11)) };
-            graph.main.instructions.insert(3, made);
-        });
+        let mut early = graph();
+        let (op, out) = tensor(fixture::expand(5, 0), 11);
+        early.main.instructions.insert(3, Instruction { op, out });
+        assert_stays(early, join);
         // Another view.
-        stays(|graph| {
-            if let Op::ReshapeTranspose { perm, .. } = &mut graph.main.instructions[1].op {
-                perm.swap(1, 2);
-            }
-        });
+        let mut viewed = graph();
+        if let Op::ReshapeTranspose { perm, .. } = &mut viewed.main.instructions[1].op {
+            perm.swap(1, 2);
+        }
+        assert_stays(viewed, join);
     }
 }

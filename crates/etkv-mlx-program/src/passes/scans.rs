@@ -201,29 +201,28 @@ fn heads_of(x: Value, shape: &[Int], [heads, dim]: [i32; 2]) -> Option<Value> {
 #[cfg(test)]
 mod tests {
     use super::super::dtypes;
+    use super::super::fixture::{self, as_type, constant, tensor, unary};
     use super::*;
-    use crate::ir::{Chain, Constant, Instruction, Out, Unary};
+    use crate::ir::{Out, Unary};
 
     const BF16: Dtype = Dtype::Bfloat16;
 
     fn split(x: u32, at: &[i32], size: i32, out: u32) -> (Op, Out) {
-        let op = Op::Split { x: Value(x), axis: -1, at: at.to_vec(), sizes: size..=size };
-        (op, Out::Tensors(Value(out), at.len() as u32 + 1))
+        (fixture::split(x, -1, at, size), Out::Tensors(Value(out), at.len() as u32 + 1))
     }
 
     fn reshape(x: u32, heads: i64, dim: i64, out: u32) -> (Op, Out) {
-        let shape = [1, -1, heads, dim].map(Int::Literal).to_vec();
-        (Op::Reshape { x: Value(x), shape }, Out::Tensor(Value(out)))
+        tensor(fixture::reshape(x, &[1, -1, heads, dim]), out)
     }
 
     fn transpose(x: u32, perm: &[i32], out: u32) -> (Op, Out) {
-        (Op::Transpose { x: Value(x), perm: perm.to_vec() }, Out::Tensor(Value(out)))
+        tensor(fixture::transpose(x, perm), out)
     }
 
     fn norm(x: u32, scale: Option<u32>, out: u32) -> (Op, Out) {
         let norm = Norm { weight: None, eps: 0.5, in_float32: true };
         let (x, scale, dtype) = (Value(x), scale.map(Value), Dtype::Float32);
-        (Op::NormInFloat32 { x, norm, scale, dtype }, Out::Tensor(Value(out)))
+        tensor(Op::NormInFloat32 { x, norm, scale, dtype }, out)
     }
 
     /// Fuses a recurrence of 2 heads of 4 by 3 elements. Constant 0 is the number 0.25, value 1 a tensor in bfloat16.
@@ -243,22 +242,10 @@ mod tests {
             position: Value(2),
             out_dtype: Some(BF16),
         };
-        let first = (Op::AsType { x: Value(50), dtype: BF16 }, Out::Tensor(Value(1)));
-        let scan = (Op::UpdateRecurrent(Box::new(call)), Out::Tensor(Value(49)));
+        let first = tensor(as_type(50, BF16), 1);
+        let scan = tensor(Op::UpdateRecurrent(Box::new(call)), 49);
         let all = std::iter::once(first).chain(before).chain([scan]);
-        let instructions: Vec<Instruction> = all.map(|(op, out)| Instruction { op, out }).collect();
-        let constant = Constant {
-            name: String::new(),
-            shape: Vec::new(),
-            dtype: Dtype::Float32,
-            joined: Vec::new(),
-        };
-        let mut graph = Graph {
-            constants: vec![constant],
-            main: Chain { instructions, outputs: vec![Out::Tensor(Value(49))] },
-            n_values: 60,
-            ..Graph::default()
-        };
+        let mut graph = Graph { constants: vec![constant("", &[])], ..fixture::graph(all) };
         let constants = [Some(Array::from_f32(0.25))];
         let dtypes = dtypes::with_constants(&graph, &constants);
         fuse(&mut graph, &constants, &dtypes);
@@ -273,7 +260,6 @@ mod tests {
     #[test]
     fn views_norms_and_functions_are_part_of_the_scan() {
         let heads = [0, 2, 1, 3];
-        let sigmoid = Op::Unary { function: Unary::Sigmoid, x: Value(1) };
         let before = vec![
             split(10, &[8, 16], 22, 11),
             reshape(11, 2, 4, 20),
@@ -283,7 +269,7 @@ mod tests {
             transpose(23, &heads, 24),
             reshape(13, -1, 3, 25),
             transpose(25, &heads, 26),
-            (sigmoid, Out::Tensor(Value(27))),
+            tensor(unary(Unary::Sigmoid, 1), 27),
             transpose(27, &[0, 2, 1], 28),
         ];
         let (tensors, function) = fused(before, [22, 24, 26, 30, 28]);
@@ -331,14 +317,8 @@ mod tests {
                 transpose(21, &heads, 22),
             ],
             // A function of integers or of unknown dtype, and another order.
-            vec![
-                (Op::Unary { function: Unary::Exp, x: Value(48) }, Out::Tensor(Value(20))),
-                transpose(20, &[0, 2, 1], 33),
-            ],
-            vec![
-                (Op::Unary { function: Unary::Exp, x: Value(1) }, Out::Tensor(Value(20))),
-                transpose(20, &[0, 1, 2], 33),
-            ],
+            vec![tensor(unary(Unary::Exp, 48), 20), transpose(20, &[0, 2, 1], 33)],
+            vec![tensor(unary(Unary::Exp, 1), 20), transpose(20, &[0, 1, 2], 33)],
         ] {
             let found = fused(before.clone(), [22, 31, 32, 33, 34]);
             assert_eq!(found, (vec![22, 31, 32, 33, 34], plain.clone()), "{before:?}");

@@ -36,14 +36,10 @@ fn skip_through(graph: &mut Graph) {
                 }
             }
             Op::Transpose { x, perm } => {
-                let inner = match views.get(x) {
-                    Some(Op::Transpose { x, perm }) => Some((*x, perm)),
-                    _ => None,
-                };
-                if let Some((read, both)) =
-                    inner.and_then(|(read, inner)| Some((read, composed(inner, perm)?)))
-                {
-                    (*x, *perm) = (read, both);
+                if let Some(Op::Transpose { x: read, perm: inner }) = views.get(x) {
+                    if let Some(both) = composed(inner, perm) {
+                        (*x, *perm) = (*read, both);
+                    }
                 }
             }
             _ => {}
@@ -213,58 +209,31 @@ fn cuts(pieces: &[Piece]) -> Option<Vec<i32>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{self, as_type, expand, input, numbered, ops, tensors, transpose};
     use super::*;
-    use crate::ir::{Chain, Dim, InputSpec, IntValue, Unary};
+    use crate::ir::{Dim, Unary};
     use mlx_rs::Dtype;
 
-    /// The input is 0. The results of `ops` are the values 1 and up, and the last `n_outputs` are outputs.
-    fn merged(ops: Vec<Op>, n_outputs: u32) -> (Vec<Op>, Vec<Out>) {
-        let n = ops.len() as u32;
-        let made = (1..).zip(ops);
-        let mut graph = Graph {
-            inputs: vec![InputSpec::Tensor {
-                value: Value(0),
-                name: String::new(),
-                shape: vec![Dim::UpTo(None)],
-                scalar_type: 15,
-            }],
-            main: Chain {
-                instructions: made
-                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
-                    .collect(),
-                outputs: (n + 1 - n_outputs..=n).map(|value| Out::Tensor(Value(value))).collect(),
-            },
-            n_values: n + 1,
-            n_ints: 1,
-            ..Graph::default()
-        };
+    /// The input is 0. The results of `before` are the values 1 and up, and the last `n_outputs` are outputs.
+    fn merged(before: Vec<Op>, n_outputs: usize) -> (Vec<Op>, Vec<Out>) {
+        let inputs = vec![input(0, &[Dim::UpTo(None)], 15)];
+        let mut graph = Graph { inputs, ..fixture::graph(numbered(1, before)) };
+        let made = graph.main.instructions.iter().map(|made| made.out);
+        graph.main.outputs = made.rev().take(n_outputs).rev().collect();
         merge(&mut graph);
-        let ops = graph.main.instructions.into_iter().map(|made| made.op).collect();
-        (ops, graph.main.outputs)
+        (ops(&graph), graph.main.outputs)
     }
 
     fn reshape(x: u32, last: i64) -> Op {
-        let shape =
-            [Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1), Int::Literal(last)];
-        Op::Reshape { x: Value(x), shape: shape.to_vec() }
-    }
-
-    fn transpose(x: u32, perm: &[i32]) -> Op {
-        Op::Transpose { x: Value(x), perm: perm.to_vec() }
+        fixture::reshape(x, &[1, fixture::T, -1, last])
     }
 
     fn slice(x: u32, start: i64, stop: i64) -> Op {
-        Op::Slice {
-            x: Value(x),
-            axis: Int::Literal(2),
-            start: Int::Literal(start),
-            stop: Int::Literal(stop),
-            step: 1,
-        }
+        fixture::slice(x, 2, start, stop)
     }
 
     fn neg(x: u32) -> Op {
-        Op::Unary { function: Unary::Neg, x: Value(x) }
+        fixture::unary(Unary::Neg, x)
     }
 
     const END: i64 = i64::MAX;
@@ -272,8 +241,7 @@ mod tests {
     #[test]
     fn chains_of_views_are_one() {
         assert_eq!(merged(vec![reshape(0, 8), reshape(1, 16)], 1).0, [reshape(0, 16)]);
-        let expand = Op::ExpandDims { x: Value(0), axis: 0 };
-        assert_eq!(merged(vec![expand, reshape(1, 16)], 1).0, [reshape(0, 16)]);
+        assert_eq!(merged(vec![expand(0, 0), reshape(1, 16)], 1).0, [reshape(0, 16)]);
         let rotates = vec![transpose(0, &[2, 0, 1]), transpose(1, &[0, 2, 1])];
         assert_eq!(merged(rotates, 1).0, [transpose(0, &[2, 1, 0])]);
         let back = vec![transpose(0, &[2, 0, 1]), transpose(1, &[1, 2, 0]), neg(2)];
@@ -282,20 +250,15 @@ mod tests {
 
     #[test]
     fn a_reshape_and_a_transposition_are_one() {
-        let (Op::Reshape { shape, .. }, perm) = (reshape(0, 8), vec![0, 2, 1, 3]) else { return };
-        let heads = vec![reshape(0, 8), transpose(1, &perm)];
-        let expected =
-            Op::ReshapeTranspose { x: Value(0), shape: shape.clone(), perm: perm.clone() };
-        assert_eq!(merged(heads, 1).0, vec![expected.clone()]);
-        let back = vec![transpose(0, &perm), reshape(1, 8)];
-        let x = Value(0);
-        assert_eq!(
-            merged(back, 1).0,
-            [Op::TransposeReshape { x, perm: perm.clone(), shape: shape.clone() }]
-        );
+        let perm = [0, 2, 1, 3];
+        let heads = fixture::view_heads(0, 8);
+        assert_eq!(merged(vec![reshape(0, 8), transpose(1, &perm)], 1).0, vec![heads.clone()]);
+        let shape = fixture::shape(&[1, fixture::T, -1, 8]);
+        let back = Op::TransposeReshape { x: Value(0), perm: perm.to_vec(), shape };
+        assert_eq!(merged(vec![transpose(0, &perm), reshape(1, 8)], 1).0, [back]);
         // Of three views, the first two are merged.
         let three = vec![reshape(0, 8), transpose(1, &perm), reshape(2, 8)];
-        assert_eq!(merged(three, 1).0, [expected, reshape(2, 8)]);
+        assert_eq!(merged(three, 1).0, [heads, reshape(2, 8)]);
         // The intermediate value is read.
         let read = vec![reshape(0, 8), transpose(1, &perm), neg(1)];
         assert_eq!(merged(read.clone(), 2).0, read);
@@ -303,11 +266,11 @@ mod tests {
 
     #[test]
     fn what_changes_nothing_goes() {
-        let same = Op::AsType { x: Value(0), dtype: Dtype::Bfloat16 };
-        assert_eq!(merged(vec![same, slice(1, 0, END)], 1), (vec![], vec![Out::Tensor(Value(0))]));
-        let other = vec![Op::AsType { x: Value(0), dtype: Dtype::Float32 }, slice(1, 1, END)];
+        let nothing = (vec![], tensors(&[0]));
+        assert_eq!(merged(vec![as_type(0, Dtype::Bfloat16), slice(1, 0, END)], 1), nothing);
+        let other = vec![as_type(0, Dtype::Float32), slice(1, 1, END)];
         assert_eq!(merged(other.clone(), 1).0, other);
-        assert_eq!(merged(vec![transpose(0, &[0, 1])], 1), (vec![], vec![Out::Tensor(Value(0))]));
+        assert_eq!(merged(vec![transpose(0, &[0, 1])], 1), nothing);
     }
 
     #[test]
@@ -315,7 +278,7 @@ mod tests {
         let (ops, outputs) = merged(vec![slice(0, 4, END), slice(0, 0, 4)], 2);
         let expected = Op::Split { x: Value(0), axis: 2, at: vec![4], sizes: 0..=i32::MAX };
         assert_eq!(ops, [expected]);
-        assert_eq!(outputs, [Out::Tensor(Value(4)), Out::Tensor(Value(3))]);
+        assert_eq!(outputs, tensors(&[4, 3]));
         let piece = |start, stop| Op::Piece { x: Value(0), axis: 1, start, stop, sizes: 9..=12 };
         let (ops, _) = merged(vec![piece(0, 4), piece(4, 8), piece(8, 12)], 3);
         assert_eq!(ops, [Op::Split { x: Value(0), axis: 1, at: vec![4, 8], sizes: 9..=12 }]);
@@ -331,7 +294,7 @@ mod tests {
             vec![slice(0, 0, -4), slice(0, -4, END)],
             vec![slice(0, 1, 4), slice(0, 4, END)],
         ] {
-            assert_eq!(merged(slices.clone(), slices.len() as u32).0, slices);
+            assert_eq!(merged(slices.clone(), slices.len()).0, slices);
         }
     }
 }
