@@ -238,22 +238,12 @@ impl Graph {
                 value.0 += n;
             }
         };
-        let moved_out = |out: &mut Out| {
-            if let Out::Tensor(value) | Out::Tensors(value, _) = out {
-                moved(value);
-            }
-        };
         self.n_values += n;
         self.init.instructions.extend(made.iter().cloned());
         self.init.outputs.extend(made.iter().map(|instruction| instruction.out));
         self.init_targets.extend((old..old + n).map(Value));
-        for chain in [&mut self.init, &mut self.main] {
-            for instruction in &mut chain.instructions {
-                instruction.op.for_each_read(&mut { moved });
-                moved_out(&mut instruction.out);
-            }
-            chain.outputs.iter_mut().for_each(moved_out);
-        }
+        self.init.for_each_value(&mut { moved });
+        self.main.for_each_value(&mut { moved });
         for input in &mut self.inputs {
             if let InputSpec::Tensor { value, .. } = input {
                 moved(value);

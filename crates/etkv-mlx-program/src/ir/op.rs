@@ -1,5 +1,7 @@
 //! The operations.
 
+mod reads;
+
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -7,7 +9,7 @@ use mlx_rs::Dtype;
 
 use smallvec::SmallVec;
 
-use super::{Chain, Expression, Function, Int, IntValue, MetalKernel, RecurrentCall, Value};
+use super::{Chain, Expression, Function, Int, MetalKernel, RecurrentCall, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -387,179 +389,6 @@ pub enum Op {
 }
 
 impl Op {
-    /// Calls `visit` with every tensor that the instruction reads, and with every tensor that nested chains write.
-    pub fn for_each_read(&mut self, visit: &mut dyn FnMut(&mut Value)) {
-        match self {
-            Op::Unary { x, .. }
-            | Op::AsType { x, .. }
-            | Op::ExpandDims { x, .. }
-            | Op::Reshape { x, .. }
-            | Op::Transpose { x, .. }
-            | Op::Slice { x, .. }
-            | Op::Piece { x, .. }
-            | Op::Split { x, .. }
-            | Op::ReshapeTranspose { x, .. }
-            | Op::TransposeReshape { x, .. }
-            | Op::LastToken { x }
-            | Op::WantedRows { x }
-            | Op::RotaryPeriods { inverse: x }
-            | Op::ItemInt { x }
-            | Op::SymSize { x, .. } => visit(x),
-            Op::Call { tensors, .. } => tensors.iter_mut().for_each(visit),
-            Op::If { then, otherwise, .. } => {
-                then.for_each_value(visit);
-                otherwise.for_each_value(visit);
-            }
-            Op::Scan(scan) => {
-                let Scan { originals, sliced, carried, inside, body, .. } = &mut **scan;
-                for values in [originals, sliced, carried, inside] {
-                    values.iter_mut().for_each(&mut *visit);
-                }
-                body.for_each_value(visit);
-            }
-            Op::Binary { a, b, .. } => {
-                visit(a);
-                visit(b);
-            }
-            Op::Activation { x, by, .. } => {
-                visit(x);
-                by.iter_mut().for_each(visit);
-            }
-            Op::Elementwise { inputs, .. } => inputs.iter_mut().for_each(visit),
-            Op::NormInFloat32 { x, norm, scale, .. } => {
-                visit(x);
-                norm.weight.iter_mut().chain(scale).for_each(visit);
-            }
-            Op::Concatenate { tensors, .. } => tensors.iter_mut().for_each(visit),
-            Op::MetalKernel { inputs, .. } => inputs.iter_mut().for_each(visit),
-            Op::Take { x, index, .. } => {
-                visit(x);
-                if let Index::Many(indices) = index {
-                    visit(indices);
-                }
-            }
-            Op::TakeTransposed { x, index } => {
-                visit(x);
-                visit(index);
-            }
-            Op::Rotary { x, offsets, periods, .. } => {
-                visit(x);
-                visit(offsets);
-                visit(periods);
-            }
-            Op::RmsNorm { x, weight, .. } => {
-                visit(x);
-                weight.iter_mut().for_each(visit);
-            }
-            Op::LayerNorm { x, weight, bias, .. } => {
-                visit(x);
-                weight.iter_mut().for_each(&mut *visit);
-                bias.iter_mut().for_each(visit);
-            }
-            Op::Addmm { mat1, mat2, bias, .. } => {
-                visit(mat1);
-                visit(mat2);
-                bias.iter_mut().for_each(visit);
-            }
-            Op::Linear { x, weight, bias, .. } => {
-                visit(x);
-                visit(weight);
-                bias.iter_mut().for_each(visit);
-            }
-            Op::LinearBlock { x, weight, bias, norm, residual, .. } => {
-                visit(x);
-                visit(weight);
-                let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
-                bias.iter_mut().chain(norm).chain(residual).for_each(visit);
-            }
-            Op::LinearHeads { x, weight, bias, norm, heads, .. } => {
-                visit(x);
-                visit(weight);
-                let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
-                bias.iter_mut().chain(norm).for_each(&mut *visit);
-                visit(&mut heads.offsets);
-                visit(&mut heads.periods);
-            }
-            Op::QuantizedMatmul { x, w, scales, biases, .. } => {
-                visit(x);
-                visit(w);
-                visit(scales);
-                biases.iter_mut().for_each(visit);
-            }
-            Op::Dequantize { w, scales, biases, .. } => {
-                visit(w);
-                visit(scales);
-                biases.iter_mut().for_each(visit);
-            }
-            Op::UpdateAndAttend { q, k, v, position, sinks, .. } => {
-                visit(q);
-                visit(k);
-                visit(v);
-                visit(position);
-                sinks.iter_mut().for_each(visit);
-            }
-            Op::UpdateRecurrent(call) => {
-                call.tensors.iter_mut().for_each(&mut *visit);
-                visit(&mut call.position);
-            }
-            Op::IntBinary { .. } => {}
-        }
-    }
-
-    /// Calls `visit` with every integer argument.
-    pub fn for_each_int(&mut self, visit: &mut dyn FnMut(&mut Int)) {
-        match self {
-            Op::Reshape { shape, .. }
-            | Op::ReshapeTranspose { shape, .. }
-            | Op::TransposeReshape { shape, .. } => shape.iter_mut().for_each(visit),
-            Op::Slice { axis, start, stop, .. } => {
-                visit(axis);
-                visit(start);
-                visit(stop);
-            }
-            Op::IntBinary { a, b, .. } => {
-                visit(a);
-                visit(b);
-            }
-            Op::Take { index: Index::One(index), .. } => visit(index),
-            Op::LinearHeads { heads, .. } => visit(&mut heads.tokens),
-            Op::Call { ints, .. } => ints.iter_mut().for_each(visit),
-            Op::If { cond, then, otherwise } => {
-                visit(cond);
-                for chain in [then, otherwise] {
-                    chain
-                        .instructions
-                        .iter_mut()
-                        .for_each(|made| made.op.for_each_int(&mut *visit));
-                }
-            }
-            Op::Scan(scan) => {
-                let instructions = &mut scan.body.instructions;
-                instructions.iter_mut().for_each(|made| made.op.for_each_int(&mut *visit));
-            }
-            Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
-            _ => {}
-        }
-    }
-
-    /// Returns the integer values that the instruction reads.
-    pub fn int_reads(&self) -> Vec<IntValue> {
-        let mut values = Vec::new();
-        self.clone().for_each_int(&mut |int| {
-            if let Int::Value(value) = int {
-                values.push(*value);
-            }
-        });
-        values
-    }
-
-    /// Returns the tensors that the instruction reads.
-    pub fn reads(&self) -> Vec<Value> {
-        let mut values = Vec::new();
-        self.clone().for_each_read(&mut |value| values.push(*value));
-        values
-    }
-
     /// Returns whether instructions with the same arguments have the same results and no side effects.
     pub fn is_repeatable(&self) -> bool {
         match self {
