@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
+use etkv_core::Session;
 use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
 use rustix::time::{clock_gettime, ClockId};
 
@@ -161,73 +162,88 @@ fn meta<'a>(
     fb::TensorMeta::create(builder, &fb::TensorMetaArgs { shape, scalar_type, dim_order: None })
 }
 
+/// Creates a node of a kind. The arguments are the type of the node's fields, then the slots of its tensors, then the
+/// other fields.
+macro_rules! node {
+    (
+        $builder:expr, $kind:ident, $args:ident,
+        [$($tensor:ident: $slot:expr),*] $(, $field:ident: $value:expr)* $(,)?
+    ) => {
+        (
+            fb::OpNode::$kind,
+            fb::$kind::create(
+                $builder,
+                &fb::$args {
+                    $($tensor: Some(&fb::Tid::new($slot)),)*
+                    $($field: $value,)*
+                },
+            )
+            .as_union_value(),
+        )
+    };
+}
+pub(crate) use node;
+
+pub type Int<'a> = WIPOffset<fb::IntOrVid<'a>>;
+pub type Ints<'a> =
+    WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::IntOrVid<'a>>>>;
+
+pub fn literal<'a>(builder: &mut Builder<'a>, literal: i64) -> Int<'a> {
+    fb::IntOrVid::create(builder, &fb::IntOrVidArgs { literal, ..Default::default() })
+}
+
+pub fn literals<'a>(builder: &mut Builder<'a>, numbers: &[i64]) -> Ints<'a> {
+    let made: Vec<_> = numbers.iter().map(|&number| literal(builder, number)).collect();
+    builder.create_vector(&made)
+}
+
 fn neg(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let node = fb::NegNode::create(builder, &fb::NegNodeArgs { x: Some(&x), out: Some(&out) });
-    (fb::OpNode::NegNode, node.as_union_value())
+    node!(builder, NegNode, NegNodeArgs, [x: x, out: out])
 }
 
 fn copy(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let args = fb::IdCopyNodeArgs { x: Some(&x), out: Some(&out) };
-    (fb::OpNode::IdCopyNode, fb::IdCopyNode::create(builder, &args).as_union_value())
+    node!(builder, IdCopyNode, IdCopyNodeArgs, [x: x, out: out])
 }
 
-fn transpose(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let perm = Some(builder.create_vector(&[1, 0]));
-    let args = fb::TransposeNodeArgs { x: Some(&x), out: Some(&out), perm };
-    (fb::OpNode::TransposeNode, fb::TransposeNode::create(builder, &args).as_union_value())
+fn add(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    node!(builder, AddNode, AddNodeArgs, [a: a, b: b, out: out])
+}
+
+fn transpose(builder: &mut Builder, x: u32, perm: &[i32], out: u32) -> Node {
+    let perm = Some(builder.create_vector(perm));
+    node!(builder, TransposeNode, TransposeNodeArgs, [x: x, out: out], perm: perm)
 }
 
 fn product(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
-    let [a, b, out] = [a, b, out].map(fb::Tid::new);
-    let args = fb::AddmmNodeArgs {
-        mat1: Some(&a),
-        mat2: Some(&b),
-        out: Some(&out),
-        bias: None,
-        alpha: 1.0,
-        beta: 1.0,
-    };
-    (fb::OpNode::AddmmNode, fb::AddmmNode::create(builder, &args).as_union_value())
+    node!(
+        builder, AddmmNode, AddmmNodeArgs, [mat1: a, mat2: b, out: out],
+        bias: None, alpha: 1.0, beta: 1.0
+    )
 }
 
 pub fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let args = fb::ExpandDimsNodeArgs { x: Some(&x), out: Some(&out), axis: 0 };
-    (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
+    node!(builder, ExpandDimsNode, ExpandDimsNodeArgs, [x: x, out: out], axis: 0)
 }
 
 /// Gathers rows of `x` at the indices in `index`.
 pub fn take(builder: &mut Builder, x: u32, index: u32, out: u32) -> Node {
-    let [x, index, out] = [x, index, out].map(fb::Tid::new);
+    let index = fb::Tid::new(index);
     let args = fb::IntOrVidOrTidArgs { kind: 2, tid: Some(&index), ..Default::default() };
     let index = Some(fb::IntOrVidOrTid::create(builder, &args));
-    let args = fb::TakeNodeArgs { x: Some(&x), out: Some(&out), index, axis: 0 };
-    (fb::OpNode::TakeNode, fb::TakeNode::create(builder, &args).as_union_value())
+    node!(builder, TakeNode, TakeNodeArgs, [x: x, out: out], index: index, axis: 0)
 }
 
 fn size(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Vid::new(out));
-    let args = fb::SymSizeNodeArgs { a: Some(&x), dim: 1, out: Some(&out) };
-    (fb::OpNode::SymSizeNode, fb::SymSizeNode::create(builder, &args).as_union_value())
+    let out = fb::Vid::new(out);
+    node!(builder, SymSizeNode, SymSizeNodeArgs, [a: x], dim: 1, out: Some(&out))
 }
 
 pub fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node {
-    let [rows, position, out] = [rows, position, out].map(fb::Tid::new);
-    let args = fb::UpdateAndAttendNodeArgs {
-        q: Some(&rows),
-        k: Some(&rows),
-        v: Some(&rows),
-        position: Some(&position),
-        out: Some(&out),
-        layer_id: Some(0),
-        scale: Some(1.0),
-        out_dtype: None,
-    };
-    let node = fb::UpdateAndAttendNode::create(builder, &args);
-    (fb::OpNode::UpdateAndAttendNode, node.as_union_value())
+    node!(
+        builder, UpdateAndAttendNode, UpdateAndAttendNodeArgs,
+        [q: rows, k: rows, v: rows, position: position, out: out],
+        layer_id: Some(0), scale: Some(1.0), out_dtype: None
+    )
 }
 
 // ---- Inconsistent payloads -------------------------------------------------
@@ -405,7 +421,14 @@ fn what_many_places_share_is_refused() {
 
 // ---- Rare output of the exporter -------------------------------------------
 
-pub struct Weights(pub BTreeMap<&'static str, Vec<u8>>);
+/// The constants of a program, by name.
+pub struct Weights(BTreeMap<&'static str, Vec<u8>>);
+
+impl Weights {
+    pub fn of<const N: usize>(constants: [(&'static str, &[f32]); N]) -> Self {
+        Self(constants.map(|(name, numbers)| (name, bytes(numbers))).into())
+    }
+}
 
 impl ConstantSource for Weights {
     fn find(&mut self, name: &str) -> Option<&[u8]> {
@@ -413,15 +436,9 @@ impl ConstantSource for Weights {
     }
 }
 
+/// The shape and the bytes of each output.
 #[derive(Default)]
-pub struct Outputs(pub Vec<(Vec<i32>, Vec<u8>)>);
-
-impl Outputs {
-    /// Returns the shape and the elements of each output.
-    pub fn floats(self) -> Vec<(Vec<i32>, Vec<f32>)> {
-        self.0.into_iter().map(|(shape, bytes)| (shape, floats(&bytes))).collect()
-    }
-}
+struct Outputs(Vec<(Vec<i32>, Vec<u8>)>);
 
 impl Host for Outputs {
     fn place(
@@ -444,6 +461,25 @@ pub fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
+/// Loads a program with these constants, for the cache of a session if there is one.
+pub fn load(payload: &[u8], mut weights: Weights, session: Option<&Session>) -> Result<Program> {
+    let mut options = LoadOptions::default();
+    options.cache_key = session.map(|session| session.key().to_owned());
+    Program::load(payload, &mut weights, &options, None)
+}
+
+/// Runs a program. Returns the shape and the elements of each output.
+fn execute(program: &Program, inputs: &[Argument]) -> Result<Vec<(Vec<i32>, Vec<f32>)>> {
+    let mut made = Outputs::default();
+    program.execute(inputs, &vec![FLOAT32; program.n_outputs()], &mut made)?;
+    Ok(made.0.into_iter().map(|(shape, bytes)| (shape, floats(&bytes))).collect())
+}
+
+/// Returns positions as an input.
+fn positions(range: std::ops::Range<i64>) -> Vec<u8> {
+    range.flat_map(i64::to_ne_bytes).collect()
+}
+
 fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|chunk| f32::from_ne_bytes(chunk.try_into().unwrap())).collect()
 }
@@ -464,21 +500,17 @@ fn run(
         outputs,
         ..Default::default()
     };
-    let mut weights = Weights([("w", bytes(&W)), ("v", bytes(&V))].into());
-    let payload = parts.payload(chains);
-    let program = Program::load(&payload, &mut weights, &LoadOptions::default(), None).unwrap();
+    let weights = Weights::of([("w", &W), ("v", &V)]);
+    let program = load(&parts.payload(chains), weights, None).unwrap();
     let ones = bytes(&[1.0; 3]);
-    let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
-    let mut made = Outputs::default();
-    program.execute(&[input], &vec![FLOAT32; program.n_outputs()], &mut made).unwrap();
-    made.floats()
+    execute(&program, &[Argument::tensor(FLOAT32, &[1, 3], &ones)]).unwrap()
 }
 
 #[test]
 fn a_constant_may_be_an_output() {
     // 3: the transpose of w, 4: the input times it.
     let made = run(2, vec![4, 0, 1], |builder| {
-        vec![vec![transpose(builder, 0, 3), product(builder, 2, 3, 4)]]
+        vec![vec![transpose(builder, 0, &[1, 0], 3), product(builder, 2, 3, 4)]]
     });
     let expected =
         [(vec![1, 2], vec![6.0, 15.0]), (vec![2, 3], W.to_vec()), (vec![2, 3], V.to_vec())];

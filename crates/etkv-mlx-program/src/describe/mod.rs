@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::dtype;
 use crate::error::{Result, Status};
 use crate::fb;
-use crate::frontend::decode::{self, decode};
+use crate::frontend::decode::{self, decode, operation_name};
 use crate::frontend::payload;
 use crate::ir::{Chain, Graph, Value};
 use crate::passes::{self, Layout, Target};
@@ -185,11 +185,11 @@ fn describe(payload: &[u8], steps: Option<&dyn StepCompiler>) -> Result<ProgramD
     let mut described = ProgramDescription {
         format: graph.version().map(str::to_owned),
         refused: None,
-        missing: counts(missing.map(|found| name(found.op_type()))),
+        missing: counts(missing),
         inputs: arguments(graph, graph.input_map()),
         outputs: arguments(graph, graph.output_map()),
-        operations: counts(main.iter().map(|found| name(found.op_type()))),
-        operations_at_load: counts(init.iter().map(|found| name(found.op_type()))),
+        operations: counts(&main),
+        operations_at_load: counts(&init),
         attention_layers: attention(&main),
         constants: constants(graph),
         mutable_buffers: graph.num_mutable_buffer_tensors(),
@@ -291,17 +291,12 @@ fn instructions(graph: fb::MLXGraph<'_>, chain: i64) -> Vec<fb::Instruction<'_>>
     }
 }
 
-/// Returns an operation's name in the schema.
-fn name(op: fb::OpNode) -> String {
-    op.variant_name().map_or_else(
-        || format!("operation {}", op.0),
-        |name| name.trim_end_matches("Node").to_owned(),
-    )
-}
-
-fn counts(names: impl Iterator<Item = String>) -> Vec<OperationCount> {
+/// Returns how often each operation occurs, the most frequent first.
+fn counts<'a>(found: impl IntoIterator<Item = &'a fb::Instruction<'a>>) -> Vec<OperationCount> {
     let mut counted = Kinds::new();
-    names.for_each(|name| *counted.entry(name).or_default() += 1);
+    for one in found {
+        *counted.entry(operation_name(one.op_type())).or_default() += 1;
+    }
     let mut counts: Vec<OperationCount> =
         counted.into_iter().map(|(operation, count)| OperationCount { operation, count }).collect();
     counts.sort_by_key(|counted| std::cmp::Reverse(counted.count));
@@ -380,7 +375,7 @@ fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
 }
 
 fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
-    InstructionDescription { operation: name(found.op_type()), fields: fields::of(found) }
+    InstructionDescription { operation: operation_name(found.op_type()), fields: fields::of(found) }
 }
 
 impl Program {

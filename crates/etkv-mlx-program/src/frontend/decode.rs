@@ -46,11 +46,7 @@ fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
         for instruction in chain.instructions() {
             let kind = instruction.op_type();
             if !ops::is_known(kind) {
-                let name = kind.variant_name().map_or_else(
-                    || format!("operation {}", kind.0),
-                    |name| name.trim_end_matches("Node").to_owned(),
-                );
-                *unknown.entry(name).or_default() += 1;
+                *unknown.entry(operation_name(kind)).or_default() += 1;
             }
         }
     }
@@ -60,6 +56,14 @@ fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
     let list: Vec<String> =
         unknown.iter().map(|(name, count)| format!("{name} ({count} times)")).collect();
     fail!(Unsupported, "the program needs operations that this build lacks: {}", list.join(", "))
+}
+
+/// Returns an operation's name in the schema.
+pub fn operation_name(op: fb::OpNode) -> String {
+    op.variant_name().map_or_else(
+        || format!("operation {}", op.0),
+        |name| name.trim_end_matches("Node").to_owned(),
+    )
 }
 
 /// The names of the tensors' slots.
@@ -305,47 +309,12 @@ pub fn slot_name(names: &Names, slot: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::{literals, node, Builder, Node, Parts};
     use etkv::Status;
-    use flatbuffers::FlatBufferBuilder;
 
     /// Returns a program of one chain with these instructions.
-    fn program(
-        build: impl Fn(
-            &mut FlatBufferBuilder,
-        )
-            -> Vec<(fb::OpNode, flatbuffers::WIPOffset<flatbuffers::UnionWIPOffset>)>,
-        n_temporaries: u32,
-    ) -> Vec<u8> {
-        let mut builder = FlatBufferBuilder::new();
-        let ops = build(&mut builder);
-        let instructions: Vec<_> = ops
-            .into_iter()
-            .map(|(op_type, op)| {
-                fb::Instruction::create(
-                    &mut builder,
-                    &fb::InstructionArgs { op_type, op: Some(op) },
-                )
-            })
-            .collect();
-        let instructions = builder.create_vector(&instructions);
-        let chain = fb::InstructionChain::create(
-            &mut builder,
-            &fb::InstructionChainArgs { instructions: Some(instructions) },
-        );
-        let chains = builder.create_vector(&[chain]);
-        let graph = fb::MLXGraph::create(
-            &mut builder,
-            &fb::MLXGraphArgs {
-                instruction_chains: Some(chains),
-                num_temp_tensors: n_temporaries,
-                ..Default::default()
-            },
-        );
-        builder.finish(graph, None);
-        let mut payload = vec![0; 24];
-        payload[4..8].copy_from_slice(b"MLX0");
-        payload.extend_from_slice(builder.finished_data());
-        payload
+    fn program(n_temporaries: u32, build: impl FnOnce(&mut Builder) -> Vec<Node>) -> Vec<u8> {
+        Parts { n_temporaries, ..Default::default() }.payload(|builder| vec![build(builder)])
     }
 
     fn error(payload: &[u8]) -> etkv::Error {
@@ -354,18 +323,15 @@ mod tests {
 
     #[test]
     fn every_operation_that_is_missing_is_named_at_once() {
-        let payload = program(
-            |builder| {
-                // Numbers that a future schema may use for operations.
-                let tid = fb::Tid::new(0);
-                let mut unknown = |number| {
-                    let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };
-                    (fb::OpNode(number), fb::TanNode::create(builder, &args).as_union_value())
-                };
-                vec![unknown(251), unknown(250), unknown(251)]
-            },
-            1,
-        );
+        let payload = program(1, |builder| {
+            // Numbers that a future schema may use for operations.
+            [251, 250, 251]
+                .map(|number| {
+                    let (_, op) = node!(builder, TanNode, TanNodeArgs, [x: 0, out: 0]);
+                    (fb::OpNode(number), op)
+                })
+                .to_vec()
+        });
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
         assert!(
@@ -376,42 +342,22 @@ mod tests {
 
     #[test]
     fn slots_are_read_after_they_are_written() {
-        let payload = program(
-            |builder| {
-                let (x, out) = (fb::Tid::new(1), fb::Tid::new(0));
-                let args = fb::CosNodeArgs { x: Some(&x), out: Some(&out) };
-                vec![(fb::OpNode::CosNode, fb::CosNode::create(builder, &args).as_union_value())]
-            },
-            2,
-        );
+        let payload =
+            program(2, |builder| vec![node!(builder, CosNode, CosNodeArgs, [x: 1, out: 0])]);
         let error = error(&payload);
         assert_eq!(error.status(), Status::Program);
         assert_eq!(error.message(), "instruction 0: tensor 1 is read before it is written");
     }
 
     fn split(n_sizes: usize, n_outs: u32) -> etkv::Error {
-        let payload = program(
-            |builder| {
-                let sizes: Vec<_> = (0..n_sizes)
-                    .map(|_| {
-                        let args = fb::IntOrVidArgs { literal: 2, ..Default::default() };
-                        fb::IntOrVid::create(builder, &args)
-                    })
-                    .collect();
-                let sizes = builder.create_vector(&sizes);
-                let outs: Vec<_> = (0..n_outs).map(fb::Tid::new).collect();
-                let outs = builder.create_vector(&outs);
-                let args = fb::SplitNodeArgs {
-                    x: Some(&fb::Tid::new(0)),
-                    outs: Some(outs),
-                    sizes: Some(sizes),
-                    axis: -1,
-                };
-                let node = fb::SplitNode::create(builder, &args).as_union_value();
-                vec![(fb::OpNode::SplitNode, node)]
-            },
-            3,
-        );
+        let payload = program(3, |builder| {
+            let sizes = Some(literals(builder, &vec![2; n_sizes]));
+            let outs: Vec<_> = (0..n_outs).map(fb::Tid::new).collect();
+            let outs = Some(builder.create_vector(&outs));
+            vec![node!(
+                builder, SplitNode, SplitNodeArgs, [x: 0], outs: outs, sizes: sizes, axis: -1
+            )]
+        });
         error(&payload)
     }
 
@@ -425,19 +371,10 @@ mod tests {
 
     #[test]
     fn a_gelu_of_another_kind_is_refused() {
-        let payload = program(
-            |builder| {
-                let (tid, approximate) = (fb::Tid::new(0), builder.create_string("quick"));
-                let args = fb::GeluNodeArgs {
-                    x: Some(&tid),
-                    out: Some(&tid),
-                    approximate: Some(approximate),
-                };
-                let node = fb::GeluNode::create(builder, &args).as_union_value();
-                vec![(fb::OpNode::GeluNode, node)]
-            },
-            1,
-        );
+        let payload = program(1, |builder| {
+            let approximate = Some(builder.create_string("quick"));
+            vec![node!(builder, GeluNode, GeluNodeArgs, [x: 0, out: 0], approximate: approximate)]
+        });
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
         assert!(error.message().contains("unknown Gelu `quick`"), "{error}");

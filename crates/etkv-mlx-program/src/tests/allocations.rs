@@ -2,12 +2,11 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::collections::BTreeMap;
 
 use etkv_core::{CacheConfig, Session};
 
-use super::{attend, bytes, expand, take, Builder, Node, Parts, Weights, FLOAT32, INT64, OPEN};
-use crate::{fb, Argument, Host, LoadOptions, Passes, Program};
+use super::*;
+use crate::Passes;
 use etkv::builders;
 use etkv::MLX_BACKEND;
 
@@ -48,54 +47,21 @@ impl Host for Room {
     }
 }
 
-type Ints<'a> =
-    flatbuffers::WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::IntOrVid<'a>>>>;
-
-fn ints<'a>(builder: &mut Builder<'a>, numbers: &[i64]) -> Ints<'a> {
-    let made: Vec<_> = numbers
-        .iter()
-        .map(|&literal| {
-            let args = fb::IntOrVidArgs { literal, ..Default::default() };
-            fb::IntOrVid::create(builder, &args)
-        })
-        .collect();
-    builder.create_vector(&made)
-}
-
 fn reshape(builder: &mut Builder, x: u32, shape: &[i64], out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let shape = Some(ints(builder, shape));
-    let args = fb::ReshapeNodeArgs { x: Some(&x), out: Some(&out), shape };
-    (fb::OpNode::ReshapeNode, fb::ReshapeNode::create(builder, &args).as_union_value())
-}
-
-fn transpose(builder: &mut Builder, x: u32, out: u32) -> Node {
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let perm = Some(builder.create_vector(&[0, 2, 1, 3]));
-    let args = fb::TransposeNodeArgs { x: Some(&x), out: Some(&out), perm };
-    (fb::OpNode::TransposeNode, fb::TransposeNode::create(builder, &args).as_union_value())
-}
-
-fn sum(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
-    let [a, b, out] = [a, b, out].map(fb::Tid::new);
-    let args = fb::AddNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
-    (fb::OpNode::AddNode, fb::AddNode::create(builder, &args).as_union_value())
+    let shape = Some(literals(builder, shape));
+    node!(builder, ReshapeNode, ReshapeNodeArgs, [x: x, out: out], shape: shape)
 }
 
 fn concatenate(builder: &mut Builder, tensors: [u32; 2], out: u32) -> Node {
     let tensors = Some(builder.create_vector(&tensors.map(fb::Tid::new)));
-    let out = fb::Tid::new(out);
-    let args = fb::ConcatenateNodeArgs { tensors, out: Some(&out), axis: -1 };
-    (fb::OpNode::ConcatenateNode, fb::ConcatenateNode::create(builder, &args).as_union_value())
+    node!(builder, ConcatenateNode, ConcatenateNodeArgs, [out: out], tensors: tensors, axis: -1)
 }
 
 /// Splits `x`, `[1, T, 16]`, in halves.
 fn split(builder: &mut Builder, x: u32, outs: [u32; 2]) -> Node {
-    let x = fb::Tid::new(x);
     let outs = Some(builder.create_vector(&outs.map(fb::Tid::new)));
-    let sizes = Some(ints(builder, &[8, 8]));
-    let args = fb::SplitNodeArgs { x: Some(&x), outs, sizes, axis: -1 };
-    (fb::OpNode::SplitNode, fb::SplitNode::create(builder, &args).as_union_value())
+    let sizes = Some(literals(builder, &[8, 8]));
+    node!(builder, SplitNode, SplitNodeArgs, [x: x], outs: outs, sizes: sizes, axis: -1)
 }
 
 /// Loads a program of `n` blocks of views, pieces and sums, and one layer of attention.
@@ -113,20 +79,20 @@ fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
         for x in (0..n).map(|block| 3 + 8 * block) {
             nodes.extend([
                 reshape(builder, x, &[1, -1, 2, 4], x + 1),
-                transpose(builder, x + 1, x + 2),
-                sum(builder, x + 2, x + 2, x + 3),
-                transpose(builder, x + 3, x + 4),
+                transpose(builder, x + 1, &[0, 2, 1, 3], x + 2),
+                add(builder, x + 2, x + 2, x + 3),
+                transpose(builder, x + 3, &[0, 2, 1, 3], x + 4),
                 reshape(builder, x + 4, &[1, -1, 8], x + 5),
                 concatenate(builder, [x + 5, x], x + 6),
                 split(builder, x + 6, [x + 7, x + 1]),
-                sum(builder, x + 7, x + 1, x + 8),
+                add(builder, x + 7, x + 1, x + 8),
             ]);
         }
         let last = 3 + 8 * n;
         nodes.extend([expand(builder, last, last + 1), attend(builder, last + 1, 2, last + 2)]);
         vec![nodes]
     });
-    let mut weights = Weights(BTreeMap::from([("rows", bytes(&[1.0; 32]))]));
+    let mut weights = Weights::of([("rows", &[1.0; 32])]);
     let mut options = LoadOptions::default();
     options.cache_key = Some(session.key().to_owned());
     options.passes = passes;

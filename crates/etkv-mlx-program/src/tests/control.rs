@@ -1,37 +1,15 @@
 //! Nested chains, and the tensors that a program keeps between calls.
 
-use std::collections::BTreeMap;
-
-use flatbuffers::WIPOffset;
-
 use super::*;
 
 const INT: fb::SlotType = fb::SlotType::IntValueSlot;
 const TENSOR: fb::SlotType = fb::SlotType::TensorSlot;
 
-fn pair(
-    builder: &mut Builder,
-    [a, b, out]: [u32; 3],
-    make: impl Fn(&mut Builder, [fb::Tid; 3]) -> Node,
-) -> Node {
-    make(builder, [a, b, out].map(fb::Tid::new))
-}
-
-fn add(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
-    pair(builder, [a, b, out], |builder, [a, b, out]| {
-        let args = fb::AddNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
-        (fb::OpNode::AddNode, fb::AddNode::create(builder, &args).as_union_value())
-    })
-}
-
 fn multiply(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
-    pair(builder, [a, b, out], |builder, [a, b, out]| {
-        let args = fb::MultiplyNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
-        (fb::OpNode::MultiplyNode, fb::MultiplyNode::create(builder, &args).as_union_value())
-    })
+    node!(builder, MultiplyNode, MultiplyNodeArgs, [a: a, b: b, out: out])
 }
 
-fn value<'a>(builder: &mut Builder<'a>, vid: u32) -> WIPOffset<fb::IntOrVid<'a>> {
+fn value<'a>(builder: &mut Builder<'a>, vid: u32) -> Int<'a> {
     let vid = fb::Vid::new(vid);
     let args = fb::IntOrVidArgs { is_vid: true, vid: Some(&vid), ..Default::default() };
     fb::IntOrVid::create(builder, &args)
@@ -72,7 +50,7 @@ impl Loop<'_> {
 }
 
 fn load(payload: &[u8]) -> Result<Program> {
-    Program::load(payload, &mut Weights(BTreeMap::new()), &LoadOptions::default(), None)
+    super::load(payload, Weights::of([]), None)
 }
 
 /// An input: a tensor of these sizes, or an integer.
@@ -89,9 +67,7 @@ fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32
             Input::Int(number) => Argument::of(*number),
         })
         .collect();
-    let mut made = Outputs::default();
-    program.execute(&inputs, &vec![FLOAT32; program.n_outputs()], &mut made)?;
-    Ok(made.floats())
+    super::execute(program, &inputs)
 }
 
 // ---- Choices ----------------------------------------------------------------
@@ -205,34 +181,20 @@ fn a_loop_carries_what_it_says_along_either_axis() {
         let program = load(&recurrence(axis)).unwrap();
         for n in [1usize, steps] {
             let sizes = if axis == 0 { [n, b, c] } else { [a, n, c] };
-            let at = |i: usize, j: usize, k: usize| ((i * 7 + j * 3 + k) as f32).sin() / 2.0;
-            let place = |step: usize, row: usize, k: usize| match axis {
-                0 => at(step, row, k),
-                _ => at(row, step, k),
-            };
-            let mut x = Vec::new();
-            for i in 0..sizes[0] {
-                for j in 0..sizes[1] {
-                    x.extend((0..c).map(|k| at(i, j, k)));
-                }
-            }
-            // Step by step, in the order of the definition.
+            // The input and the expected results, step by step, in the order of the definition.
+            let mut x = vec![0.0f32; sizes[0] * sizes[1] * c];
+            let mut expected = x.clone();
             let mut carried = vec![0.25f32; rows * c];
-            let mut outputs = vec![vec![0.0f32; rows * c]; n];
-            for (step, output) in outputs.iter_mut().enumerate() {
+            for step in 0..n {
                 for row in 0..rows {
                     for k in 0..c {
+                        let [i, j] = if axis == 0 { [step, row] } else { [row, step] };
+                        let index = (i * sizes[1] + j) * c + k;
+                        x[index] = ((i * 7 + j * 3 + k) as f32).sin() / 2.0;
                         let y = &mut carried[row * c + k];
-                        *y = *y * *y * *y + place(step, row, k);
-                        output[row * c + k] = *y * place(step, row, k);
+                        *y = *y * *y * *y + x[index];
+                        expected[index] = *y * x[index];
                     }
-                }
-            }
-            let mut expected = Vec::new();
-            for i in 0..sizes[0] {
-                for j in 0..sizes[1] {
-                    let (step, row) = if axis == 0 { (i, j) } else { (j, i) };
-                    expected.extend(&outputs[step][row * c..(row + 1) * c]);
                 }
             }
             let shape = sizes.map(|size| size as i32);
@@ -307,36 +269,19 @@ fn keeping() -> Vec<u8> {
         ..Default::default()
     };
     parts.payload(|builder| {
-        let literal = |builder: &mut Builder<'_>, literal| {
-            let args = fb::IntOrVidArgs { literal, ..Default::default() };
-            fb::IntOrVid::create(builder, &args).value()
-        };
         let sum = add(builder, 1, 0, 1);
-        let (zero, one) = (literal(builder, 0), literal(builder, 1));
-        let [zero, one] = [zero, one].map(WIPOffset::new);
-        let args = fb::SliceNodeArgs {
-            x: Some(&fb::Tid::new(1)),
-            out: Some(&fb::Tid::new(3)),
-            axis: Some(zero),
-            start: Some(zero),
-            stop: Some(one),
-            step: 1,
-        };
-        let first = fb::SliceNode::create(builder, &args).as_union_value();
-        let (axis, start) = (WIPOffset::new(literal(builder, 0)), value(builder, 0));
-        let stop = WIPOffset::new(literal(builder, i64::MAX));
+        let [zero, one, end] = [0, 1, i64::MAX].map(|number| Some(literal(builder, number)));
+        let first = node!(
+            builder, SliceNode, SliceNodeArgs, [x: 1, out: 3],
+            axis: zero, start: zero, stop: one, step: 1
+        );
+        let start = Some(value(builder, 0));
         // The update fills the axis to its end: its single element is repeated.
-        let args = fb::SliceUpdateNodeArgs {
-            dst: Some(&fb::Tid::new(2)),
-            update: Some(&fb::Tid::new(3)),
-            out: Some(&fb::Tid::new(2)),
-            axis: Some(axis),
-            start: Some(start),
-            stop: Some(stop),
-            step: 1,
-        };
-        let update = fb::SliceUpdateNode::create(builder, &args).as_union_value();
-        vec![vec![sum, (fb::OpNode::SliceNode, first), (fb::OpNode::SliceUpdateNode, update)]]
+        let update = node!(
+            builder, SliceUpdateNode, SliceUpdateNodeArgs, [dst: 2, update: 3, out: 2],
+            axis: zero, start: start, stop: end, step: 1
+        );
+        vec![vec![sum, first, update]]
     })
 }
 

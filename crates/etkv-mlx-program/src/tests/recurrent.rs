@@ -1,9 +1,7 @@
 //! Programs with recurrent layers.
 
-use std::collections::BTreeMap;
-
 use etkv::{builders, MLX_BACKEND};
-use etkv_core::{CacheConfig, RecurrentLayer, Session};
+use etkv_core::{CacheConfig, RecurrentLayer};
 
 use super::*;
 use crate::generation::{Generation, GenerationOptions, Prompt, RunAhead};
@@ -33,21 +31,13 @@ fn payload(of: Convolution) -> Vec<u8> {
 }
 
 fn convolve(builder: &mut Builder, of: Convolution) -> Node {
-    let [weight, x, position, out] = [0, 1, 2, 3].map(fb::Tid::new);
-    let args = fb::UpdateAndConvolveNodeArgs {
-        x: Some(&x),
-        weight: Some(&weight),
-        bias: None,
-        position: Some(&position),
-        out: Some(&out),
-        activation: Some(builder.create_string(of.activation)),
-        layer_id: of.layer,
-        out_dtype: None,
-        channels: of.channels,
-        width: of.width,
-    };
-    let node = fb::UpdateAndConvolveNode::create(builder, &args);
-    (fb::OpNode::UpdateAndConvolveNode, node.as_union_value())
+    let activation = Some(builder.create_string(of.activation));
+    node!(
+        builder, UpdateAndConvolveNode, UpdateAndConvolveNodeArgs,
+        [x: 1, weight: 0, position: 2, out: 3],
+        bias: None, activation: activation, layer_id: of.layer, out_dtype: None,
+        channels: of.channels, width: of.width
+    )
 }
 
 fn session(layer: RecurrentLayer) -> Session {
@@ -57,27 +47,22 @@ fn session(layer: RecurrentLayer) -> Session {
 }
 
 fn load(of: Convolution, session: &Session) -> Result<Program> {
-    let weight = bytes(&[1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
-    let mut weights = Weights(BTreeMap::from([("weight", weight)]));
-    let mut options = LoadOptions::default();
-    options.cache_key = Some(session.key().to_owned());
-    Program::load(&payload(of), &mut weights, &options, None)
+    let weights = Weights::of([("weight", &[1.0, 10.0, 100.0, 2.0, 20.0, 200.0])]);
+    super::load(&payload(of), weights, Some(session))
 }
 
 /// Returns the convolution of columns `[1, 2, T]` at consecutive positions, the first at `first`.
 fn step(program: &Program, columns: &[f32], first: i64) -> Vec<f32> {
     let n = columns.len() as i32 / 2;
-    let positions: Vec<u8> = (first..first + i64::from(n)).flat_map(i64::to_ne_bytes).collect();
+    let positions = positions(first..first + i64::from(n));
     let (columns, shape) = (bytes(columns), [1, 2, n]);
     let arguments = [
         Argument::tensor(FLOAT32, &shape, &columns),
         Argument::tensor(INT64, &shape[2..], &positions),
     ];
-    let mut made = Outputs::default();
-    program.execute(&arguments, &[FLOAT32], &mut made).unwrap();
-    let made = made.floats();
-    assert_eq!(made[0].0, shape);
-    made[0].1.clone()
+    let (made_shape, made) = execute(program, &arguments).unwrap().remove(0);
+    assert_eq!(made_shape, shape);
+    made
 }
 
 #[test]
@@ -124,12 +109,12 @@ fn nodes_that_lack_what_they_need_are_refused() {
 fn operands_of_other_sizes_are_refused() {
     let session = session(RecurrentLayer::Convolution { channels: 3, width: 3 });
     let program = load(Convolution { channels: Some(3), ..GOOD }, &session).unwrap();
-    let (columns, positions) = (bytes(&[0.0, 0.0]), 0i64.to_ne_bytes());
+    let (columns, positions) = (bytes(&[0.0, 0.0]), positions(0..1));
     let arguments = [
         Argument::tensor(FLOAT32, &[1, 2, 1], &columns),
         Argument::tensor(INT64, &[1], &positions),
     ];
-    let error = program.execute(&arguments, &[FLOAT32], &mut Outputs::default()).unwrap_err();
+    let error = execute(&program, &arguments).unwrap_err();
     assert_eq!(error.status(), Status::Shape);
     assert_eq!(session.cache().lock().unwrap().length(), 0);
 }
@@ -166,14 +151,14 @@ fn language_model() -> (Vec<u8>, Weights) {
     });
     let numbers = |n: i32, scale: f32, shift: f32| {
         let number = |at: i32| ((at * 37 + n) % 29) as f32 / 29.0 * scale + shift;
-        bytes(&(0..n).map(number).collect::<Vec<_>>())
+        (0..n).map(number).collect::<Vec<_>>()
     };
-    let weights = Weights(BTreeMap::from([
-        ("rows", numbers(VOCABULARY * DIM, 1.0, -0.5)),
-        ("decays", numbers(VOCABULARY, -0.2, 0.0)),
-        ("strengths", numbers(VOCABULARY, 1.0, 0.0)),
-        ("head", numbers(VOCABULARY * DIM, 2.0, -1.0)),
-    ]));
+    let weights = Weights::of([
+        ("rows", &numbers(VOCABULARY * DIM, 1.0, -0.5)),
+        ("decays", &numbers(VOCABULARY, -0.2, 0.0)),
+        ("strengths", &numbers(VOCABULARY, 1.0, 0.0)),
+        ("head", &numbers(VOCABULARY * DIM, 2.0, -1.0)),
+    ]);
     (payload, weights)
 }
 
@@ -182,33 +167,18 @@ const DIM: i32 = 4;
 
 /// The rows are queries, keys and values.
 fn scan(builder: &mut Builder, slots: [u32; 5]) -> Node {
-    let [rows, g, beta, position, out] = slots.map(fb::Tid::new);
-    let args = fb::UpdateAndScanNodeArgs {
-        q: Some(&rows),
-        k: Some(&rows),
-        v: Some(&rows),
-        g: Some(&g),
-        beta: Some(&beta),
-        position: Some(&position),
-        out: Some(&out),
-        layer_id: Some(0),
-        scale: Some(1.0),
-        out_dtype: None,
-        k_heads: Some(1),
-        heads: Some(1),
-        k_dim: Some(DIM),
-        v_dim: Some(DIM),
-        channel_decay: false,
-    };
-    let node = fb::UpdateAndScanNode::create(builder, &args);
-    (fb::OpNode::UpdateAndScanNode, node.as_union_value())
+    let [rows, g, beta, position, out] = slots;
+    node!(
+        builder, UpdateAndScanNode, UpdateAndScanNodeArgs,
+        [q: rows, k: rows, v: rows, g: g, beta: beta, position: position, out: out],
+        layer_id: Some(0), scale: Some(1.0), out_dtype: None, k_heads: Some(1), heads: Some(1),
+        k_dim: Some(DIM), v_dim: Some(DIM), channel_decay: false
+    )
 }
 
 fn squeeze(builder: &mut Builder, x: u32, out: u32) -> Node {
     let dims = Some(builder.create_vector(&[1]));
-    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
-    let args = fb::SqueezeNodeArgs { x: Some(&x), out: Some(&out), dims };
-    (fb::OpNode::SqueezeNode, fb::SqueezeNode::create(builder, &args).as_union_value())
+    node!(builder, SqueezeNode, SqueezeNodeArgs, [x: x, out: out], dims: dims)
 }
 
 /// Returns the tokens of answers to two prompts.
@@ -219,10 +189,8 @@ fn answers(kind: &str, run_ahead: RunAhead) -> Vec<(usize, i64)> {
     config.recurrent_layers =
         vec![RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay }];
     let session = Session::new(builders(), MLX_BACKEND, kind, config).unwrap();
-    let (payload, mut weights) = language_model();
-    let mut options = LoadOptions::default();
-    options.cache_key = Some(session.key().to_owned());
-    let program = Program::load(&payload, &mut weights, &options, None).unwrap();
+    let (payload, weights) = language_model();
+    let program = super::load(&payload, weights, Some(&session)).unwrap();
     let n = if kind == "contiguous" { 1 } else { 2 };
     let prompts = (0..n).map(|n| Prompt::new(n, vec![3 + i64::from(n), 7, 11])).collect();
     let options = GenerationOptions { run_ahead, max_tokens: 140, ..GenerationOptions::default() };

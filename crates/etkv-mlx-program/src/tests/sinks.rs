@@ -1,9 +1,7 @@
 //! Programs whose attention has sinks and a softcap.
 
-use std::collections::BTreeMap;
-
 use etkv::{builders, MLX_BACKEND};
-use etkv_core::{CacheConfig, KvFormat, Session};
+use etkv_core::{CacheConfig, KvFormat};
 
 use super::*;
 
@@ -32,21 +30,13 @@ fn payload(fields: Fields, n_sinks: i32) -> Vec<u8> {
         ..Default::default()
     };
     parts.payload(|builder| {
-        let [sinks, rows, position, out] = [0, 1, 2, 3].map(fb::Tid::new);
-        let args = fb::UpdateAndAttendSinksNodeArgs {
-            q: Some(&rows),
-            k: Some(&rows),
-            v: Some(&rows),
-            position: Some(&position),
-            sinks: fields.sinks.then_some(&sinks),
-            out: Some(&out),
-            layer_id: fields.layer,
-            scale: fields.scale,
-            softcap: fields.softcap,
-            out_dtype: None,
-        };
-        let node = fb::UpdateAndAttendSinksNode::create(builder, &args);
-        vec![vec![(fb::OpNode::UpdateAndAttendSinksNode, node.as_union_value())]]
+        let sinks = fb::Tid::new(0);
+        vec![vec![node!(
+            builder, UpdateAndAttendSinksNode, UpdateAndAttendSinksNodeArgs,
+            [q: 1, k: 1, v: 1, position: 2, out: 3],
+            sinks: fields.sinks.then_some(&sinks), layer_id: fields.layer, scale: fields.scale,
+            softcap: fields.softcap, out_dtype: None
+        )]]
     })
 }
 
@@ -56,10 +46,8 @@ fn session() -> Session {
 }
 
 fn load(session: &Session, fields: Fields, sinks: &[f32]) -> Result<Program> {
-    let mut weights = Weights(BTreeMap::from([("sinks", bytes(sinks))]));
-    let mut options = LoadOptions::default();
-    options.cache_key = Some(session.key().to_owned());
-    Program::load(&payload(fields, sinks.len() as i32), &mut weights, &options, None)
+    let payload = payload(fields, sinks.len() as i32);
+    super::load(&payload, Weights::of([("sinks", sinks)]), Some(session))
 }
 
 /// The row of a head at a position.
@@ -71,15 +59,15 @@ fn row(head: usize, at: usize) -> impl Iterator<Item = f32> {
 fn step(program: &Program, first: usize, end: usize) -> Result<Vec<f32>> {
     let rows = (0..HEADS as usize).flat_map(|head| (first..end).flat_map(move |at| row(head, at)));
     let rows = bytes(&rows.collect::<Vec<_>>());
-    let positions: Vec<u8> = (first as i64..end as i64).flat_map(i64::to_ne_bytes).collect();
+    let positions = positions(first as i64..end as i64);
     let shape = [1, HEADS, (end - first) as i32, DIM];
     let arguments = [
         Argument::tensor(FLOAT32, &shape, &rows),
         Argument::tensor(INT64, &shape[2..3], &positions),
     ];
-    let mut made = Outputs::default();
-    program.execute(&arguments, &[FLOAT32], &mut made)?;
-    Ok(made.floats()[0].1.clone())
+    // A damaged program may have no outputs.
+    let made = execute(program, &arguments)?.pop();
+    Ok(made.map(|(_, numbers)| numbers).unwrap_or_default())
 }
 
 fn expected(head: usize, at: usize, softcap: Option<f32>, sink: Option<f32>) -> Vec<f32> {
@@ -157,15 +145,13 @@ fn nodes_that_lack_what_they_need_are_refused() {
 fn damaged_nodes_run_or_are_refused() {
     let session = session();
     let payload = payload(GOOD, HEADS);
-    let mut options = LoadOptions::default();
-    options.cache_key = Some(session.key().to_owned());
     let (mut refused, mut ran) = (0, 0);
     for at in 24..payload.len() {
         for value in [0, 1, 255, payload[at] ^ 4, payload[at] ^ 64] {
             let mut damaged = payload.clone();
             damaged[at] = value;
-            let mut weights = Weights(BTreeMap::from([("sinks", bytes(&[0.5, -0.5]))]));
-            let done = Program::load(&damaged, &mut weights, &options, None)
+            let sinks = Weights::of([("sinks", &[0.5, -0.5])]);
+            let done = super::load(&damaged, sinks, Some(&session))
                 .and_then(|program| step(&program, 0, 3));
             match done {
                 Ok(_) => ran += 1,

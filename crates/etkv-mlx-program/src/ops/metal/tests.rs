@@ -3,8 +3,8 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 use mlx_rs::random::{normal, uniform};
 
 use super::*;
-use crate::error::{Error, Status};
-use crate::tests::{Parts, FLOAT32};
+use crate::error::Status;
+use crate::tests::{literal, Parts, FLOAT32};
 use crate::Program;
 use etkv::mlx::{self, elements, slice_axis};
 
@@ -20,6 +20,7 @@ struct Node {
     lengths: Vec<i32>,
     dtypes: Vec<i8>,
     template: Vec<(&'static str, i8, i32)>,
+    /// The maximum number of kinds of template arguments.
     kinds: usize,
     contiguous: bool,
     init: Option<f32>,
@@ -34,7 +35,7 @@ fn norm() -> Node {
         lengths: vec![2],
         dtypes: vec![FLOAT32],
         template: vec![("InT", 2, 6), ("D", 0, 64)],
-        kinds: 2,
+        kinds: usize::MAX,
         contiguous: true,
         init: None,
     }
@@ -49,9 +50,7 @@ fn gated_delta() -> Node {
         lengths: vec![4, 4],
         dtypes: vec![FLOAT32; 2],
         template: vec![("InT", 2, 6), ("Dk", 0, 32), ("Dv", 0, 8), ("Hk", 0, 2), ("Hv", 0, 4)],
-        kinds: 5,
-        contiguous: true,
-        init: None,
+        ..norm()
     }
 }
 
@@ -61,12 +60,8 @@ fn linear() -> Node {
         inputs: vec!["x", "weight"],
         outputs: vec!["out"],
         shapes: vec![1, 7],
-        lengths: vec![2],
-        dtypes: vec![FLOAT32],
         template: vec![("InT", 2, 5), ("OutT", 2, 6), ("N", 0, 7), ("K", 0, 512), ("NSG", 0, 2)],
-        kinds: 5,
-        contiguous: true,
-        init: None,
+        ..norm()
     }
 }
 
@@ -86,14 +81,7 @@ impl Node {
         let (input_names, output_names) = (strings(&self.inputs), strings(&self.outputs));
         let template: Vec<&str> = self.template.iter().map(|(name, ..)| *name).collect();
         let template_arg_names = strings(&template);
-        let sizes: Vec<_> = self
-            .shapes
-            .iter()
-            .map(|&literal| {
-                let args = fb::IntOrVidArgs { literal, ..Default::default() };
-                fb::IntOrVid::create(builder, &args)
-            })
-            .collect();
+        let sizes: Vec<_> = self.shapes.iter().map(|&size| literal(builder, size)).collect();
         let kinds: Vec<i8> = self.template.iter().map(|(_, kind, _)| *kind).collect();
         let values: Vec<i32> = self.template.iter().map(|(.., value)| *value).collect();
         let args = fb::MetalKernelNodeArgs {
@@ -129,12 +117,14 @@ impl Node {
             parts.payload(|builder| vec![vec![(fb::OpNode::MetalKernelNode, self.write(builder))]]);
         Program::check(&payload)
     }
+}
 
-    fn refused(change: impl FnOnce(&mut Self), of: fn() -> Self) -> Error {
-        let mut node = of();
-        change(&mut node);
-        node.check().unwrap_err()
-    }
+fn assert_refused(status: Status, expected: &str, of: fn() -> Node, change: &dyn Fn(&mut Node)) {
+    let mut node = of();
+    change(&mut node);
+    let error = node.check().unwrap_err();
+    assert_eq!(error.status(), status, "{error}");
+    assert!(error.message().contains(expected), "{error}");
 }
 
 #[test]
@@ -144,7 +134,7 @@ fn kernels_are_known_by_name_and_arguments() {
     }
     // Attributes that do not affect a product, and an absent attribute.
     let mut node = linear();
-    (node.name, node.kinds) = ("gguf_q6k_matmul", 3);
+    node.name = "gguf_q6k_matmul";
     node.template.retain(|(name, ..)| !matches!(*name, "OutT" | "NSG"));
     node.dtypes = vec![5];
     node.check().unwrap();
@@ -155,9 +145,7 @@ fn kernels_are_known_by_name_and_arguments() {
 #[test]
 fn what_is_no_known_kernel_is_refused() {
     let told = |expected: &str, of: fn() -> Node, change: &dyn Fn(&mut Node)| {
-        let error = Node::refused(change, of);
-        assert_eq!(error.status(), Status::Unsupported, "{error}");
-        assert!(error.message().contains(expected), "{error}");
+        assert_refused(Status::Unsupported, expected, of, change);
     };
     told("instruction 0: Metal kernel `tq_nor`: this build has no", norm, &|node| {
         node.name = "tq_nor";
@@ -192,9 +180,7 @@ fn what_is_no_known_kernel_is_refused() {
 #[test]
 fn nodes_that_contradict_themselves_are_refused() {
     let told = |expected: &str, of: fn() -> Node, change: &dyn Fn(&mut Node)| {
-        let error = Node::refused(change, of);
-        assert_eq!(error.status(), Status::Program, "{error}");
-        assert!(error.message().contains(expected), "{error}");
+        assert_refused(Status::Program, expected, of, change);
     };
     told("expected 2 template arguments, got 1 kinds and 2 values", norm, &|node| node.kinds = 1);
     told("template argument of kind 0, 1 or 2, got 3", norm, &|node| node.template[1].1 = 3);

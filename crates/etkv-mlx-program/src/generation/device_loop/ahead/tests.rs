@@ -1,15 +1,13 @@
 //! Tests of async decode, with a program that counts: the token after `n` is `n + 1`. The values of one token are not
 //! finite, but its logits are.
 
-use std::collections::BTreeMap;
-
 use etkv_core::{CacheConfig, LayerPolicy, SeqCache, Session};
 
 use super::super::read;
 use super::*;
 use crate::generation::{GenerationOptions, Prompt};
-use crate::tests::{attend, bytes, expand, take, Parts, Weights, INT64, OPEN};
-use crate::{LoadOptions, Program};
+use crate::tests::{attend, expand, load, take, Parts, Weights, INT64, OPEN};
+use crate::Program;
 use etkv::builders;
 use etkv::MLX_BACKEND;
 
@@ -41,13 +39,11 @@ fn counting(session: &Session) -> Program {
     });
     let row = |token: i64| vec![if token == BAD { f32::INFINITY } else { 1.0 }; DIM];
     let after = |token: i64| (0..VOCABULARY).map(move |id| f32::from(id == token + 1));
-    let mut weights = Weights(BTreeMap::from([
-        ("rows", bytes(&(0..VOCABULARY).flat_map(row).collect::<Vec<_>>())),
-        ("next", bytes(&(0..VOCABULARY).flat_map(after).collect::<Vec<_>>())),
-    ]));
-    let mut options = LoadOptions::default();
-    options.cache_key = Some(session.key().to_owned());
-    Program::load(&payload, &mut weights, &options, None).unwrap()
+    let weights = Weights::of([
+        ("rows", &(0..VOCABULARY).flat_map(row).collect::<Vec<_>>()),
+        ("next", &(0..VOCABULARY).flat_map(after).collect::<Vec<_>>()),
+    ]);
+    load(&payload, weights, Some(session)).unwrap()
 }
 
 fn session(kind: &str, policy: LayerPolicy) -> Session {
