@@ -48,7 +48,7 @@ pub fn update_and_attend_sinks(
         layer,
         scale,
         softcap,
-        sinks: node.sinks().map(|sinks| slots.read(sinks)).transpose()?,
+        sinks: slots.read_optional(node.sinks())?,
         out_dtype: node.out_dtype().map(dtype_of).transpose()?,
         last_query: false,
     };
@@ -180,7 +180,7 @@ pub fn run_update_and_attend(
     }
     let mut spec = frame.update_and_fetch(call.layer, k, v)?;
     let q = frame.tensor(q)?;
-    let sinks = call.sinks.map(|sinks| frame.tensor(sinks)).transpose()?;
+    let sinks = frame.optional(call.sinks)?;
     let scoring = Scoring { scale: call.scale, softcap: call.softcap, sinks };
     if !call.last_query {
         return attend(q, &spec, scoring, call.out_dtype);

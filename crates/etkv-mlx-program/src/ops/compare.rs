@@ -9,27 +9,13 @@ use crate::ir::{Function, Instruction};
 use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
-macro_rules! pair {
-    ($($name:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let tensors = [node.a(), node.b()];
-            decode(slots, Function::$function, &tensors, Vec::new(), node.out())
-        }
-    )+};
-}
-
-pair! {
-    bitwise_and: BitwiseAndNode => BitwiseAnd,
-    bitwise_or: BitwiseOrNode => BitwiseOr,
-    bitwise_xor: BitwiseXorNode => BitwiseXor,
-    equal: EqualNode => Equal,
-    greater: GreaterNode => Greater,
-    greater_equal: GreaterEqualNode => GreaterEqual,
-    less: LessNode => Less,
-    less_equal: LessEqualNode => LessEqual,
-    logical_and: LogicalAndNode => LogicalAnd,
-    logical_or: LogicalOrNode => LogicalOr,
-    not_equal: NotEqualNode => NotEqual,
+pub fn pair(
+    slots: &mut Slots,
+    function: Function,
+    tensors: [&fb::Tid; 2],
+    out: &fb::Tid,
+) -> Result<Instruction> {
+    decode(slots, function, &tensors, Vec::new(), out)
 }
 
 pub fn logical_not(slots: &mut Slots, node: fb::LogicalNotNode) -> Result<Instruction> {

@@ -14,13 +14,18 @@ use etkv::mlx::call;
 const MAX: i32 = 1 << 20;
 
 macro_rules! convolution {
-    ($($name:ident: $node:ident, $stride:expr, $padding:expr, $dilation:expr, $output_padding:expr;)+) => {$(
+    ($(
+        $name:ident: $node:ident, [$($stride:ident),+], [$($padding:ident),+], [$($dilation:ident),+]
+        $(, [$($output_padding:ident),+])?;
+    )+) => {$(
         pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
+            let output_padding = None;
+            $(let output_padding = output_padding.or(Some(vec![$(node.$output_padding()),+]));)?
             let convolution = Convolution {
-                stride: $stride(&node).to_vec(),
-                padding: $padding(&node).to_vec(),
-                dilation: $dilation(&node).to_vec(),
-                output_padding: $output_padding(&node),
+                stride: vec![$(node.$stride()),+],
+                padding: vec![$(node.$padding()),+],
+                dilation: vec![$(node.$dilation()),+],
+                output_padding,
                 groups: node.groups(),
             };
             check(&convolution)?;
@@ -31,38 +36,24 @@ macro_rules! convolution {
 }
 
 convolution! {
-    conv1d: Conv1DNode,
-        |n: &fb::Conv1DNode<'_>| [n.stride()],
-        |n: &fb::Conv1DNode<'_>| [n.padding()],
-        |n: &fb::Conv1DNode<'_>| [n.dilation()],
-        |_: &fb::Conv1DNode<'_>| None;
+    conv1d: Conv1DNode, [stride], [padding], [dilation];
     conv2d: Conv2DNode,
-        |n: &fb::Conv2DNode<'_>| [n.stride_h(), n.stride_w()],
-        |n: &fb::Conv2DNode<'_>| [n.padding_h(), n.padding_w()],
-        |n: &fb::Conv2DNode<'_>| [n.dilation_h(), n.dilation_w()],
-        |_: &fb::Conv2DNode<'_>| None;
+        [stride_h, stride_w], [padding_h, padding_w], [dilation_h, dilation_w];
     conv3d: Conv3DNode,
-        |n: &fb::Conv3DNode<'_>| [n.stride_d(), n.stride_h(), n.stride_w()],
-        |n: &fb::Conv3DNode<'_>| [n.padding_d(), n.padding_h(), n.padding_w()],
-        |n: &fb::Conv3DNode<'_>| [n.dilation_d(), n.dilation_h(), n.dilation_w()],
-        |_: &fb::Conv3DNode<'_>| None;
-    conv_transpose1d: ConvTranspose1DNode,
-        |n: &fb::ConvTranspose1DNode<'_>| [n.stride()],
-        |n: &fb::ConvTranspose1DNode<'_>| [n.padding()],
-        |n: &fb::ConvTranspose1DNode<'_>| [n.dilation()],
-        |n: &fb::ConvTranspose1DNode<'_>| Some(vec![n.output_padding()]);
+        [stride_d, stride_h, stride_w],
+        [padding_d, padding_h, padding_w],
+        [dilation_d, dilation_h, dilation_w];
+    conv_transpose1d: ConvTranspose1DNode, [stride], [padding], [dilation], [output_padding];
     conv_transpose2d: ConvTranspose2DNode,
-        |n: &fb::ConvTranspose2DNode<'_>| [n.stride_h(), n.stride_w()],
-        |n: &fb::ConvTranspose2DNode<'_>| [n.padding_h(), n.padding_w()],
-        |n: &fb::ConvTranspose2DNode<'_>| [n.dilation_h(), n.dilation_w()],
-        |n: &fb::ConvTranspose2DNode<'_>| Some(vec![n.output_padding_h(), n.output_padding_w()]);
+        [stride_h, stride_w],
+        [padding_h, padding_w],
+        [dilation_h, dilation_w],
+        [output_padding_h, output_padding_w];
     conv_transpose3d: ConvTranspose3DNode,
-        |n: &fb::ConvTranspose3DNode<'_>| [n.stride_d(), n.stride_h(), n.stride_w()],
-        |n: &fb::ConvTranspose3DNode<'_>| [n.padding_d(), n.padding_h(), n.padding_w()],
-        |n: &fb::ConvTranspose3DNode<'_>| [n.dilation_d(), n.dilation_h(), n.dilation_w()],
-        |n: &fb::ConvTranspose3DNode<'_>| {
-            Some(vec![n.output_padding_d(), n.output_padding_h(), n.output_padding_w()])
-        };
+        [stride_d, stride_h, stride_w],
+        [padding_d, padding_h, padding_w],
+        [dilation_d, dilation_h, dilation_w],
+        [output_padding_d, output_padding_h, output_padding_w];
 }
 
 /// Checks strides, paddings, dilations and groups, because MLX divides by some of them.

@@ -13,73 +13,24 @@ use crate::ir::{Binary, Instruction, Op, Unary};
 use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast};
 
-macro_rules! unary {
-    ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let x = slots.read(node.x())?;
-            let op = Op::Unary { function: Unary::$function, x };
-            Ok(instruction(op, slots.write(node.out())?))
-        }
-    )+};
+pub fn unary(
+    slots: &mut Slots,
+    function: Unary,
+    x: &fb::Tid,
+    out: &fb::Tid,
+) -> Result<Instruction> {
+    let op = Op::Unary { function, x: slots.read(x)? };
+    Ok(instruction(op, slots.write(out)?))
 }
 
-unary! {
-    abs: AbsNode => Abs,
-    arccos: ArccosNode => Arccos,
-    arccosh: ArccoshNode => Arccosh,
-    arcsin: ArcsinNode => Arcsin,
-    arcsinh: ArcsinhNode => Arcsinh,
-    arctan: ArctanNode => Arctan,
-    arctanh: ArctanhNode => Arctanh,
-    bitwise_invert: BitwiseInvertNode => BitwiseInvert,
-    ceil: CeilNode => Ceil,
-    cos: CosNode => Cos,
-    cosh: CoshNode => Cosh,
-    erf: ErfNode => Erf,
-    exp: ExpNode => Exp,
-    expm1: Expm1Node => Expm1,
-    floor: FloorNode => Floor,
-    log: LogNode => Log,
-    log10: Log10Node => Log10,
-    log1p: Log1pNode => Log1p,
-    log2: Log2Node => Log2,
-    neg: NegNode => Neg,
-    reciprocal: ReciprocalNode => Reciprocal,
-    rsqrt: RsqrtNode => Rsqrt,
-    sigmoid: SigmoidNode => Sigmoid,
-    sign: SignNode => Sign,
-    silu: SiluNode => Silu,
-    sin: SinNode => Sin,
-    sinh: SinhNode => Sinh,
-    sqrt: SqrtNode => Sqrt,
-    square: SquareNode => Square,
-    tan: TanNode => Tan,
-    tanh: TanhNode => Tanh,
-    trunc: TruncNode => Trunc,
-}
-
-macro_rules! binary {
-    ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let (a, b) = (slots.read(node.a())?, slots.read(node.b())?);
-            let op = Op::Binary { function: Binary::$function, a, b };
-            Ok(instruction(op, slots.write(node.out())?))
-        }
-    )+};
-}
-
-binary! {
-    add: AddNode => Add,
-    atan2: Atan2Node => Atan2,
-    divide: DivideNode => Divide,
-    floor_divide: FloorDivideNode => FloorDivide,
-    logaddexp: LogAddExpNode => LogAddExp,
-    maximum: MaximumNode => Maximum,
-    minimum: MinimumNode => Minimum,
-    multiply: MultiplyNode => Multiply,
-    power: PowerNode => Power,
-    remainder: RemainderNode => Remainder,
-    subtract: SubtractNode => Subtract,
+pub fn binary(
+    slots: &mut Slots,
+    function: Binary,
+    [a, b]: [&fb::Tid; 2],
+    out: &fb::Tid,
+) -> Result<Instruction> {
+    let op = Op::Binary { function, a: slots.read(a)?, b: slots.read(b)? };
+    Ok(instruction(op, slots.write(out)?))
 }
 
 pub fn gelu(slots: &mut Slots, node: fb::GeluNode) -> Result<Instruction> {
@@ -88,8 +39,7 @@ pub fn gelu(slots: &mut Slots, node: fb::GeluNode) -> Result<Instruction> {
         "tanh" => Unary::GeluTanh,
         other => fail!(Unsupported, "unknown Gelu `{other}`; available: none, tanh"),
     };
-    let op = Op::Unary { function, x: slots.read(node.x())? };
-    Ok(instruction(op, slots.write(node.out())?))
+    unary(slots, function, node.x(), node.out())
 }
 
 pub fn as_type(slots: &mut Slots, node: fb::AsTypeNode) -> Result<Instruction> {
@@ -225,6 +175,7 @@ fn is_signed(dtype: Dtype) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use etkv::mlx::elements;
 
     const X: [f32; 7] = [-6.0, -1.5, -0.3, 0.0, 0.2, 1.0, 5.0];
 
@@ -293,16 +244,13 @@ mod tests {
             let a = Array::from_slice(&[7, -7, 7, -7, 6, i32::MIN, 5], &[7]);
             let b = Array::from_slice(&[2, 2, -2, -2, -1, -1, 0], &[7]);
             let quotients = run_binary(Binary::FloorDivide, &a, &b)?;
-            quotients.eval()?;
-            assert_eq!(quotients.as_slice::<i32>(), [3, -4, -4, 3, -6, i32::MIN, 5]);
+            assert_eq!(elements::<i32>(&quotients)?, [3, -4, -4, 3, -6, i32::MIN, 5]);
             let rests = run_binary(Binary::Remainder, &a, &b)?;
-            rests.eval()?;
-            assert_eq!(rests.as_slice::<i32>(), [1, 1, -1, -1, 0, 0, 0]);
+            assert_eq!(elements::<i32>(&rests)?, [1, 1, -1, -1, 0, 0, 0]);
             let a = Array::from_slice(&[7u32, 200], &[2]);
             let b = Array::from_slice(&[2u32, u32::MAX], &[2]);
             let quotients = run_binary(Binary::FloorDivide, &a, &b)?;
-            quotients.eval()?;
-            assert_eq!(quotients.as_slice::<u32>(), [3, 0]);
+            assert_eq!(elements::<u32>(&quotients)?, [3, 0]);
             Ok(())
         })
         .unwrap();

@@ -10,7 +10,7 @@ use super::{by_expert, linear, quantized};
 use crate::dtype::is_float;
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::ir::{Affine, Function, Instruction, Int, Packing, PackingMode};
+use crate::ir::{Function, Instruction, Int, Packing, PackingMode};
 use crate::ops::slots::Slots;
 use etkv::kernels::Product;
 use etkv::mlx::{call, cast, optional_int, slice_axis};
@@ -157,7 +157,6 @@ pub fn run_gather_qmm(
     if packing.mode == PackingMode::Affine && transpose {
         if let Some((indices, leading)) = chosen(arguments, first, w, [lhs, rhs])? {
             let (scales, biases) = (arguments.tensor(2)?, arguments.tensor(3)?);
-            let packing = Affine { group_size: packing.group_size, bits: packing.bits };
             return by_expert::multiply(x, &indices, leading, |rows, index| {
                 let [w, scales, biases] = [w, scales, biases].map(|parts| matrix(parts, index));
                 let (w, scales, biases) = (&w?, &scales?, &biases?);

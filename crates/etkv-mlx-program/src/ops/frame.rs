@@ -1,6 +1,8 @@
 //! The state of one run of a program: its values so far, and its step.
 
-use mlx_rs::Array;
+use std::borrow::Cow;
+
+use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use crate::dtype::dtype_of;
@@ -95,6 +97,16 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
+    /// Returns the tensor of a value, if there is one.
+    pub fn optional(&self, value: Option<Value>) -> Result<Option<&Array>> {
+        value.map(|value| self.tensor(value)).transpose()
+    }
+
+    /// Returns the tensors of values.
+    pub fn tensors(&self, values: &[Value]) -> Result<SmallVec<[&Array; 8]>> {
+        values.iter().map(|&value| self.tensor(value)).collect()
+    }
+
     /// Returns the number of an integer argument, clamped to 32 bits: "to the end" becomes the maximum.
     pub fn int(&self, argument: Int) -> Result<i32> {
         match argument {
@@ -139,6 +151,16 @@ impl<'c, 's> Frame<'c, 's> {
         found.map(|(_, numbers)| &numbers[..])
     }
 
+    /// Returns the elements of an integer value. Those of an input are already on the host. For other values this waits
+    /// until they are computed.
+    pub fn numbers(&self, value: Value) -> Result<Cow<'_, [i64]>> {
+        if let Some(numbers) = self.host_ints(value) {
+            return Ok(Cow::Borrowed(numbers));
+        }
+        let numbers = self.tensor(value)?.as_dtype(Dtype::Int64)?.contiguous()?;
+        Ok(Cow::Owned(mlx::elements(&numbers)?))
+    }
+
     /// Records that the elements of a value are at least 0 and below `limit`. A `limit` of `None` means that their
     /// range is unknown.
     pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
@@ -163,46 +185,30 @@ impl<'c, 's> Frame<'c, 's> {
             return Ok(());
         }
         let positions = self.positions(position)?;
-        match std::mem::replace(&mut self.step, StepState::NoCache) {
-            StepState::NoCache => fail!(
+        if let StepState::Open(_, _, opened) = &self.step {
+            if *opened != positions {
+                fail!(Position, "layers of one step have different positions");
+            }
+            return Ok(());
+        }
+        let StepState::Ready(cache) = std::mem::replace(&mut self.step, StepState::NoCache) else {
+            fail!(
                 NoCache,
                 "the program keeps its KV cache outside, and was loaded without one; pass \
                  `cache_key` when loading it"
-            ),
-            StepState::Ready(cache) => {
-                let step = Step::begin(cache, &positions)?;
-                self.step = StepState::Open(step, position, positions);
-                Ok(())
-            }
-            StepState::Open(step, value, opened) => {
-                let agrees = opened == positions;
-                self.step = StepState::Open(step, value, opened);
-                if !agrees {
-                    fail!(Position, "layers of one step have different positions");
-                }
-                Ok(())
-            }
-        }
+            );
+        };
+        self.step = StepState::Open(Step::begin(cache, &positions)?, position, positions);
+        Ok(())
     }
 
-    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Positions that are an input are already on the host.
-    /// For other values this waits until they are computed.
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`.
     fn positions(&self, position: Value) -> Result<Positions> {
-        let array = self.tensor(position)?;
-        let shape = array.shape();
+        let shape = self.tensor(position)?.shape();
         if !matches!(shape, [_] | [_, 1]) {
             fail!(Shape, "expected positions of shape [T] or [T, 1], got {shape:?}");
         }
-        let computed;
-        let numbers = match self.host_ints(position) {
-            Some(numbers) => numbers,
-            None => {
-                let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
-                computed = mlx::elements::<i64>(&flat)?;
-                &computed
-            }
-        };
-        numbers
+        self.numbers(position)?
             .iter()
             .map(|&number| match i32::try_from(number) {
                 Ok(position) => Ok(position),
@@ -214,10 +220,7 @@ impl<'c, 's> Frame<'c, 's> {
     /// Writes a layer's rows to the cache, and returns what its queries attend to.
     pub fn update_and_fetch(&mut self, layer: usize, k: Value, v: Value) -> Result<AttendSpec> {
         let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
-        match &mut self.step {
-            StepState::Open(step, ..) => Ok(step.update_and_fetch(layer, &k, &v)?),
-            _ => fail!(Step, "no step is open"),
-        }
+        Ok(self.open_step()?.update_and_fetch(layer, &k, &v)?)
     }
 
     /// Calls `work` with the rows and states that a recurrent layer reads. Writes the rows and states that `work`
@@ -227,8 +230,12 @@ impl<'c, 's> Frame<'c, 's> {
         layer: usize,
         work: &mut RecurrentWork<MlxStore>,
     ) -> Result<()> {
+        Ok(self.open_step()?.update_recurrent(layer, work)?)
+    }
+
+    fn open_step(&mut self) -> Result<&mut Step<'s>> {
         match &mut self.step {
-            StepState::Open(step, ..) => Ok(step.update_recurrent(layer, work)?),
+            StepState::Open(step, ..) => Ok(step),
             _ => fail!(Step, "no step is open"),
         }
     }

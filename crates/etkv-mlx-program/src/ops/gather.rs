@@ -1,6 +1,6 @@
 //! Reading and writing elements by index.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Array;
 
 use super::calls::{decode, normalize_axis, Arguments};
 use super::indexing::{check_indices, check_range};
@@ -8,7 +8,7 @@ use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction};
 use crate::ops::slots::Slots;
-use etkv::mlx::{self, call, slice_axis, update_axis, Arrays};
+use etkv::mlx::{call, slice_axis, update_axis, Arrays};
 
 pub fn gather(slots: &mut Slots, node: fb::GatherNode) -> Result<Instruction> {
     let (n, n_axes) = (node.indices().len(), node.axes().len());
@@ -64,7 +64,7 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         // past the end.
         let (frame, value) = (arguments.frame, arguments.values[index + 1]);
         match slice_sizes[axis as usize] {
-            ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,
+            ..=1 => check_indices(frame, value, x.dim(axis))?,
             slice => check_range(frame, value, x.dim(axis) - slice + 1)?,
         }
     }
@@ -102,16 +102,9 @@ pub fn run_index_copy(arguments: &Arguments, axis: i32) -> Result<Array> {
             dst.shape()
         );
     }
-    let computed;
-    let numbers = match arguments.frame.host_ints(arguments.values[2]) {
-        Some(numbers) => numbers,
-        None => {
-            computed = mlx::elements::<i64>(&indices.as_dtype(Dtype::Int64)?.contiguous()?)?;
-            &computed
-        }
-    };
+    let numbers = arguments.frame.numbers(arguments.values[2])?;
     let mut places = Vec::with_capacity(numbers.len());
-    for &number in numbers {
+    for &number in numbers.iter() {
         if number < -size || number >= size {
             fail!(
                 InvalidArgument,
@@ -138,7 +131,7 @@ pub fn run_index_copy(arguments: &Arguments, axis: i32) -> Result<Array> {
 pub fn run_scatter_add(arguments: &Arguments, axis: i32) -> Result<Array> {
     let (x, indices, updates) = (arguments.tensor(0)?, arguments.tensor(1)?, arguments.tensor(2)?);
     let axis = normalize_axis(axis, x.ndim())? as i32;
-    check_indices(arguments.frame, arguments.values[1], x.dim(axis), x.dim(axis))?;
+    check_indices(arguments.frame, arguments.values[1], x.dim(axis))?;
     check_along_axis(x, indices, axis)?;
     let (x, indices, updates) = (x.as_ptr(), indices.as_ptr(), updates.as_ptr());
     // SAFETY: the arrays are live, and each index lies within the axis.
@@ -187,7 +180,7 @@ pub fn run_slice_update(arguments: &Arguments, step: i32) -> Result<Array> {
 pub fn run_take_along_axis(arguments: &Arguments, axis: i32) -> Result<Array> {
     let (x, indices) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let axis = normalize_axis(axis, x.ndim())? as i32;
-    check_indices(arguments.frame, arguments.values[1], x.dim(axis), x.dim(axis))?;
+    check_indices(arguments.frame, arguments.values[1], x.dim(axis))?;
     check_along_axis(x, indices, axis)?;
     // SAFETY: the arrays are live, and each index lies within the axis.
     call(|made, stream| unsafe {

@@ -5,7 +5,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use super::shape::normalize_axis;
-use crate::dtype;
+use crate::dtype::{self, is_float};
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
 use crate::ir::{Index, Instruction, Int, Op, Value};
@@ -60,27 +60,15 @@ pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     check_between(frame, index, 0, size)
 }
 
-/// Checks that indices of an axis of `size` elements are below `end`. Negative ones count from the end.
-pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result<()> {
-    check_between(frame, index, -size, end)
+/// Checks indices of an axis of `size` elements. Negative ones count from the end.
+pub fn check_indices(frame: &Frame, index: Value, size: i32) -> Result<()> {
+    check_between(frame, index, -size, size)
 }
 
 /// Returns indices after the check of [`check_range`].
 pub fn read_range(frame: &Frame, index: Value, size: i32) -> Result<Vec<i32>> {
     check_range(frame, index, size)?;
-    if let Some(indices) = frame.host_ints(index) {
-        return Ok(indices.iter().map(|&index| index as i32).collect());
-    }
-    let indices = frame.tensor(index)?.as_dtype(Dtype::Int32)?.contiguous()?;
-    indices.eval()?;
-    Ok(indices.as_slice::<i32>().to_vec())
-}
-
-fn is_integer(dtype: Dtype) -> bool {
-    !matches!(
-        dtype,
-        Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32 | Dtype::Float64 | Dtype::Complex64
-    )
+    Ok(frame.numbers(index)?.iter().map(|&index| index as i32).collect())
 }
 
 fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<()> {
@@ -88,7 +76,8 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
         return Ok(());
     }
     let dtype = frame.tensor(index)?.dtype();
-    if dtype == Dtype::Bool || !is_integer(dtype) {
+    let is_float = is_float(dtype) || matches!(dtype, Dtype::Float64 | Dtype::Complex64);
+    if dtype == Dtype::Bool || is_float {
         fail!(Program, "expected indices of an integer dtype, got {}", dtype::name(dtype));
     }
     let (least, most) = match frame.host_ints(index) {

@@ -9,22 +9,14 @@ use crate::ir::{Instruction, IntBinary, Op};
 use crate::ops::slots::Slots;
 use etkv::mlx;
 
-macro_rules! binary {
-    ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let (a, b) = (slots.int(node.a())?, slots.int(node.b())?);
-            let op = Op::IntBinary { function: IntBinary::$function, a, b };
-            Ok(instruction(op, slots.write_int(node.out())?))
-        }
-    )+};
-}
-
-binary! {
-    add: AddIntNode => Add,
-    floor_divide: FloorDivideIntNode => FloorDivide,
-    modulo: ModIntNode => Modulo,
-    multiply: MultiplyIntNode => Multiply,
-    subtract: SubtractIntNode => Subtract,
+pub fn binary(
+    slots: &mut Slots,
+    function: IntBinary,
+    [a, b]: [fb::IntOrVid; 2],
+    out: &fb::Vid,
+) -> Result<Instruction> {
+    let op = Op::IntBinary { function, a: slots.int(a)?, b: slots.int(b)? };
+    Ok(instruction(op, slots.write_int(out)?))
 }
 
 pub fn item(slots: &mut Slots, node: fb::ItemIntNode) -> Result<Instruction> {

@@ -36,58 +36,44 @@ pub fn run_addmm(
     beta: f32,
 ) -> Result<Array> {
     let (mat1, mat2) = (frame.tensor(mat1)?, frame.tensor(mat2)?);
-    let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
-    product(mat1, mat2, bias, alpha, beta)
+    product(mat1, mat2, frame.optional(bias)?, alpha, beta)
 }
 
-/// Multiplies `x` by `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
-pub fn run_linear(
-    frame: &Frame,
-    x: Value,
-    weight: Value,
+/// Returns the product of `x` and `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
+pub fn product_of<'f>(
+    frame: &'f Frame,
+    [x, weight]: [Value; 2],
     bias: Option<Value>,
     transposed: bool,
-) -> Result<Array> {
-    let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
-    let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
-    linear(&Product { bias, ..Product::plain(x, weight, transposed) })
-}
-
-/// The operations of a layer before and after a product.
-pub struct Block {
-    pub norm: Option<Norm>,
-    pub gate: Option<Unary>,
-    pub residual: Option<Value>,
-}
-
-/// Multiplies as [`run_linear`] does, with the operations of `block` before and after the product.
-pub fn run_block(
-    frame: &Frame,
-    x: Value,
-    weight: Value,
-    bias: Option<Value>,
-    transposed: bool,
-    block: Block,
-) -> Result<Array> {
-    let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
-    let (x, weight, bias) = (frame.tensor(x)?, frame.tensor(weight)?, tensor(bias)?);
-    let residual = tensor(block.residual)?;
-    let norm = match block.norm {
+    norm: Option<Norm>,
+) -> Result<Product<'f>> {
+    let bias = frame.optional(bias)?;
+    let norm = match norm {
         Some(Norm { weight, eps, in_float32 }) => {
-            Some(RmsNorm { weight: tensor(weight)?, eps, in_float32 })
+            Some(RmsNorm { weight: frame.optional(weight)?, eps, in_float32 })
         }
         None => None,
     };
-    let gate = block.gate.map(kernel_gate).transpose()?;
-    let product = Product { bias, norm, gate, residual, ..Product::plain(x, weight, transposed) };
-    let normalized = match by_kernel(&product)? {
+    let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
+    Ok(Product { bias, norm, ..Product::plain(x, weight, transposed) })
+}
+
+/// Computes a product, then a gate and the sum with a residual, if there are any.
+pub fn run_block(
+    frame: &Frame,
+    product: &Product,
+    gate: Option<Unary>,
+    residual: Option<Value>,
+) -> Result<Array> {
+    let residual = frame.optional(residual)?;
+    let kernel_gate = gate.map(kernel_gate).transpose()?;
+    let normalized = match by_kernel(&Product { gate: kernel_gate, residual, ..*product })? {
         KernelResult::Complete(out) => return Ok(out),
         KernelResult::Remaining(normalized) => normalized,
     };
-    let x = normalized.as_ref().unwrap_or(x);
-    let plain = Product { bias, ..Product::plain(x, weight, transposed) };
-    let mut out = linear(&plain)?;
-    if let Some(gate) = block.gate {
+    let x = normalized.as_ref().unwrap_or(product.x);
+    let mut out = linear(&Product { x, norm: None, ..*product })?;
+    if let Some(gate) = gate {
         let features = out.shape().last().copied().unwrap_or_default();
         let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
         let [activated, gated] = &halves[..] else {

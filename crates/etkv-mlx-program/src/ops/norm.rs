@@ -31,8 +31,7 @@ pub fn layer_norm(slots: &mut Slots, node: fb::LayerNormNode) -> Result<Instruct
 }
 
 pub fn run_rms_norm(frame: &Frame, x: Value, weight: Option<Value>, eps: f32) -> Result<Array> {
-    let weight = weight.map(|weight| frame.tensor(weight)).transpose()?;
-    Ok(mlx_rs::fast::rms_norm(frame.tensor(x)?, weight, eps)?)
+    Ok(mlx_rs::fast::rms_norm(frame.tensor(x)?, frame.optional(weight)?, eps)?)
 }
 
 pub fn run_layer_norm(
@@ -42,8 +41,7 @@ pub fn run_layer_norm(
     bias: Option<Value>,
     eps: f32,
 ) -> Result<Array> {
-    let weight = weight.map(|weight| frame.tensor(weight)).transpose()?;
-    let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
+    let (weight, bias) = (frame.optional(weight)?, frame.optional(bias)?);
     Ok(mlx_rs::fast::layer_norm(frame.tensor(x)?, weight, bias, eps)?)
 }
 
@@ -55,8 +53,8 @@ pub fn run_in_float32(
     scale: Option<Value>,
     dtype: Dtype,
 ) -> Result<Array> {
-    let [weight, scale] = [norm.weight, scale].map(|value| value.map(|value| frame.tensor(value)));
-    in_float32(frame.tensor(x)?, weight.transpose()?, scale.transpose()?, norm.eps, dtype)
+    let (weight, scale) = (frame.optional(norm.weight)?, frame.optional(scale)?);
+    in_float32(frame.tensor(x)?, weight, scale, norm.eps, dtype)
 }
 
 /// As [`run_in_float32`].

@@ -7,7 +7,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::calls::{none, Arguments};
 use crate::error::{fail, Result};
-use crate::ir::{Packing, PackingMode};
+use crate::ir::{Affine, Packing, PackingMode};
 use etkv::mlx::{call, optional_int};
 
 /// MLX's packings: name, mode, size of a group, and bits.
@@ -32,7 +32,7 @@ pub fn packing(mode: &str, group_size: i32, bits: i32, has_biases: bool) -> Resu
                 "expected quantization in groups of 32, 64 or 128, got {group_size}"
             );
         }
-        return Ok(Packing { mode: PackingMode::Affine, group_size, bits });
+        return Ok(Affine { group_size, bits }.into());
     }
     let Some((_, kind, group, width)) = FLOATS.iter().find(|(name, ..)| *name == mode) else {
         fail!(Unsupported, "unknown quantization `{mode}`; available: affine, mxfp4, mxfp8, nvfp4");
@@ -45,6 +45,12 @@ pub fn packing(mode: &str, group_size: i32, bits: i32, has_biases: bool) -> Resu
         );
     }
     Ok(Packing { mode: *kind, group_size, bits })
+}
+
+impl From<Affine> for Packing {
+    fn from(Affine { group_size, bits }: Affine) -> Self {
+        Self { mode: PackingMode::Affine, group_size, bits }
+    }
 }
 
 impl Packing {
@@ -114,9 +120,22 @@ pub fn run_matmul(
     let [x, w, scales] = [0, 1, 2].map(|index| arguments.tensor(index));
     let (x, w, scales) = (x?.as_ptr(), w?.as_ptr(), scales?.as_ptr());
     let biases = given(arguments, &mut 3, biases)?;
+    // SAFETY: the arrays are live, or empty handles.
+    unsafe { multiply([x, w, scales, biases], packing, transpose) }
+}
+
+/// Returns MLX's product of rows and packed rows. The arrays are `x`, packed rows, scales and biases.
+///
+/// # Safety
+/// The arrays are live. The handle of biases may be empty.
+pub unsafe fn multiply(
+    [x, w, scales, biases]: [mlx_sys::mlx_array; 4],
+    packing: Packing,
+    transpose: bool,
+) -> Result<Array> {
     let (group, bits, mode) =
         (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
-    // SAFETY: the arrays are live, or empty handles.
+    // SAFETY: as for this function.
     call(|made, stream| unsafe {
         mlx_sys::mlx_quantized_matmul(
             made,

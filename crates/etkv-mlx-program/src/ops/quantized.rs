@@ -7,15 +7,15 @@ use mlx_rs::{Array, Dtype};
 
 use super::calls::decode;
 use super::instruction;
-use super::packed::packing;
+use super::packed::{self, packing};
 use super::shape::Sizes;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::ir::{Affine, Function, Instruction, Op, PackingMode, Value};
+use crate::ir::{Affine, Function, Instruction, Op, Packing, PackingMode, Value};
 use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
-use etkv::mlx::{self, call, cast, optional_int, slice_axis};
+use etkv::mlx::{self, cast, slice_axis};
 
 pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Result<Instruction> {
     let packing = packing(node.mode(), node.group_size(), node.bits(), node.biases().is_some())?;
@@ -71,14 +71,27 @@ pub struct Packed<'a> {
     pub w: &'a Array,
     pub scales: &'a Array,
     pub biases: &'a Array,
-    pub packing: Affine,
+    pub packing: Packing,
 }
 
-impl Packed<'_> {
+impl<'a> Packed<'a> {
+    fn of(
+        frame: &'a Frame,
+        [w, scales]: [Value; 2],
+        biases: Option<Value>,
+        packing: Affine,
+    ) -> Result<Self> {
+        let Some(biases) = biases else {
+            fail!(Program, "expected biases with affine quantization, got none");
+        };
+        let (w, scales, biases) = (frame.tensor(w)?, frame.tensor(scales)?, frame.tensor(biases)?);
+        Ok(Self { w, scales, biases, packing: packing.into() })
+    }
+
     /// Returns the matrix in the dtype of its scales. It is unpacked in float32 and rounded once: unpacking in half
     /// precision has three times the error.
     fn unpack(&self) -> Result<Array> {
-        let Affine { group_size, bits } = self.packing;
+        let Packing { group_size, bits, .. } = self.packing;
         let wide = |array| cast(array, Dtype::Float32);
         let (scales, biases) = (wide(self.scales)?, wide(self.biases)?);
         let matrix = mlx_rs::ops::dequantize(self.w, scales, &biases, group_size, bits)?;
@@ -94,16 +107,8 @@ pub fn run_quantized_matmul(
     packing: Affine,
     transpose: bool,
 ) -> Result<Array> {
-    let Some(biases) = biases else {
-        fail!(Program, "expected biases with affine quantization, got none");
-    };
+    let packed = Packed::of(frame, [w, scales], biases, packing)?;
     let x = frame.tensor(x)?;
-    let packed = Packed {
-        w: frame.tensor(w)?,
-        scales: frame.tensor(scales)?,
-        biases: frame.tensor(biases)?,
-        packing,
-    };
     // Multiplies `[..., features]` by the rows of a weight, as in a linear layer.
     let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
     let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
@@ -176,21 +181,9 @@ pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
 }
 
 fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {
-    // SAFETY: the handles outlive the call.
-    call(|made, stream| unsafe {
-        mlx_sys::mlx_quantized_matmul(
-            made,
-            x.as_ptr(),
-            packed.w.as_ptr(),
-            packed.scales.as_ptr(),
-            packed.biases.as_ptr(),
-            transpose,
-            optional_int(packed.packing.group_size),
-            optional_int(packed.packing.bits),
-            c"affine".as_ptr(),
-            stream,
-        )
-    })
+    let arrays = [x, packed.w, packed.scales, packed.biases].map(Array::as_ptr);
+    // SAFETY: the arrays outlive the call.
+    unsafe { packed::multiply(arrays, packed.packing, transpose) }
 }
 
 /// Returns a range of the outputs of a packed product.
@@ -203,22 +196,12 @@ fn packed_outputs(x: &Array, packed: &Packed, range: Range<i32>) -> Result<Array
 
 pub fn run_dequantize(
     frame: &Frame,
-    w: Value,
-    scales: Value,
+    weight: [Value; 2],
     biases: Option<Value>,
     packing: Affine,
     dtype: Option<Dtype>,
 ) -> Result<Array> {
-    let Some(biases) = biases else {
-        fail!(Program, "expected biases with affine quantization, got none");
-    };
-    let packed = Packed {
-        w: frame.tensor(w)?,
-        scales: frame.tensor(scales)?,
-        biases: frame.tensor(biases)?,
-        packing,
-    };
-    let values = packed.unpack()?;
+    let values = Packed::of(frame, weight, biases, packing)?.unpack()?;
     match dtype {
         Some(dtype) => cast(&values, dtype),
         None => Ok(values),
@@ -237,9 +220,8 @@ mod tests {
         mlx::run(|| {
             let numbers = |shape: &[i32]| normal::<f32>(shape, None, None, None);
             for bits in [4, 8] {
-                let packing = Affine { group_size: 32, bits };
-                let parts = quantize(numbers(&[48, 64])?, 32, bits)?;
-                let (w, scales, biases) = parts;
+                let packing = Affine { group_size: 32, bits }.into();
+                let (w, scales, biases) = quantize(numbers(&[48, 64])?, 32, bits)?;
                 let packed = Packed { w: &w, scales: &scales, biases: &biases, packing };
                 let x = numbers(&[1, 3, 64])?;
                 let whole = packed_product(&x, &packed, true)?;

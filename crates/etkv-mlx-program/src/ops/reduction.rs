@@ -3,64 +3,24 @@
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::{Array, Dtype};
 
-use super::calls::{decode, normalize_axis, Arguments};
+use super::calls::{self, normalize_axis, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction, OneAxis, Reduction};
 use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast, cumulative};
 
-macro_rules! reduction {
-    ($($name:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let function = Function::$function(over(node.axes(), node.keepdims()));
-            decode(slots, function, &[node.x()], Vec::new(), node.out())
-        }
-    )+};
+pub fn decode(
+    slots: &mut Slots,
+    function: Function,
+    x: &fb::Tid,
+    out: &fb::Tid,
+) -> Result<Instruction> {
+    calls::decode(slots, function, &[x], Vec::new(), out)
 }
 
-reduction! {
-    all: AllNode => All,
-    any: AnyNode => Any,
-    logsumexp: LogSumExpNode => LogSumExp,
-    max: MaxNode => Max,
-    mean: MeanNode => Mean,
-    median: MedianNode => Median,
-    min: MinNode => Min,
-    prod: ProdNode => Prod,
-    sum: SumNode => Sum,
-}
-
-macro_rules! spread {
-    ($($name:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let over = over(node.axes(), node.keepdims());
-            let function = Function::$function { over, ddof: node.ddof() };
-            decode(slots, function, &[node.x()], Vec::new(), node.out())
-        }
-    )+};
-}
-
-spread! {
-    std: StdNode => Std,
-    var: VarNode => Var,
-}
-
-macro_rules! place {
-    ($($name:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
-            let over = OneAxis { axis: node.axis(), keep_dims: node.keepdims() };
-            decode(slots, Function::$function(over), &[node.x()], Vec::new(), node.out())
-        }
-    )+};
-}
-
-place! {
-    argmax: ArgmaxNode => Argmax,
-    argmin: ArgminNode => Argmin,
-}
-
-fn over(axes: Option<flatbuffers::Vector<'_, i32>>, keep_dims: bool) -> Reduction {
+/// Returns the axes that a node reduces.
+pub fn over(axes: Option<flatbuffers::Vector<'_, i32>>, keep_dims: bool) -> Reduction {
     Reduction { axes: axes.into_iter().flatten().collect(), keep_dims }
 }
 
@@ -70,12 +30,12 @@ pub fn cumsum(slots: &mut Slots, node: fb::CumsumNode) -> Result<Instruction> {
         reverse: node.reverse(),
         inclusive: node.inclusive(),
     };
-    decode(slots, function, &[node.x()], Vec::new(), node.out())
+    decode(slots, function, node.x(), node.out())
 }
 
 pub fn softmax(slots: &mut Slots, node: fb::SoftmaxNode) -> Result<Instruction> {
     let function = Function::Softmax { axis: node.axis(), precise: node.precise() };
-    decode(slots, function, &[node.x()], Vec::new(), node.out())
+    decode(slots, function, node.x(), node.out())
 }
 
 /// Returns the axes of `x` that are reduced.

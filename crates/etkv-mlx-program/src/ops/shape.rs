@@ -77,11 +77,7 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
 /// Decodes a split whose sizes are known only at run time, as slices with computed bounds.
 fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result<Vec<Instruction>> {
     let n = node.outs().len();
-    let each: Vec<Int> = match sizes {
-        [size] => vec![*size; n],
-        sizes if sizes.len() == n => sizes.to_vec(),
-        sizes => fail!(Program, "expected {} outputs of a split, got {n}", sizes.len()),
-    };
+    let each = size_of_each(sizes, n)?;
     let (x, axis) = (slots.read(node.x())?, Int::Literal(i64::from(node.axis())));
     let (mut made, mut start) = (Vec::with_capacity(2 * n), Int::Literal(0));
     for (out, size) in node.outs().iter().zip(each) {
@@ -95,15 +91,20 @@ fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result
     Ok(made)
 }
 
+/// Returns the size of each of `n` pieces.
+fn size_of_each<T: Copy>(sizes: &[T], n: usize) -> Result<Vec<T>> {
+    match sizes {
+        [size] => Ok(vec![*size; n]),
+        sizes if sizes.len() == n => Ok(sizes.to_vec()),
+        sizes => fail!(Program, "expected {} outputs of a split, got {n}", sizes.len()),
+    }
+}
+
 /// Returns the start and end of each of `n` pieces.
 fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
-    let each = match sizes {
-        [size] => vec![*size; n],
-        sizes if sizes.len() == n => sizes.to_vec(),
-        sizes => fail!(Program, "expected {} outputs of a split, got {n}", sizes.len()),
-    };
     let mut start = 0i32;
-    each.into_iter()
+    size_of_each(sizes, n)?
+        .into_iter()
         .map(|size| {
             let stop = i32::try_from(size)
                 .ok()
@@ -224,9 +225,7 @@ pub fn axis_to_split(x: &Array, axis: i32, sizes: &RangeInclusive<i32>) -> Resul
 }
 
 pub fn run_concatenate(frame: &Frame, tensors: &[Value], axis: i32) -> Result<Array> {
-    let tensors: SmallVec<[&Array; 8]> =
-        tensors.iter().map(|&value| frame.tensor(value)).collect::<Result<_>>()?;
-    let tensors = Arrays::of(tensors);
+    let tensors = Arrays::of(frame.tensors(tensors)?);
     // SAFETY: the list outlives the call.
     call(|made, stream| unsafe {
         mlx_sys::mlx_concatenate_axis(made, tensors.as_raw(), axis, stream)

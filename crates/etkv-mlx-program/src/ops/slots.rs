@@ -117,30 +117,18 @@ impl Slots {
 
     /// Assigns a new value to a slot.
     pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
-        if tid.idx() >= self.counts.all {
-            fail!(
-                Program,
-                "cannot write tensor {}: the program has {}",
-                tid.idx(),
-                self.counts.all
-            );
-        }
-        let value = self.new_value();
-        self.held.tensors.insert(tid.idx(), value);
+        let value = self.new_values(1);
+        self.set(tid, value)?;
         Ok(Out::Tensor(value))
     }
 
     /// Assigns a new value to an integer slot.
     pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
-        if vid.idx() >= self.counts.ints {
-            fail!(
-                Program,
-                "cannot write value {}: the program has {}",
-                vid.idx(),
-                self.counts.ints
-            );
+        let (slot, n) = (vid.idx(), self.counts.ints);
+        if slot >= n {
+            fail!(Program, "cannot write value {slot}: the program has {n}");
         }
-        Ok(Out::Int(self.bind_int(vid.idx())))
+        Ok(Out::Int(self.bind_int(slot)))
     }
 
     /// Assigns a new value to the integer slot of an input.
@@ -154,16 +142,21 @@ impl Slots {
     /// Copies the value of one slot to another.
     pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
         let value = self.read(from)?;
-        if to.idx() >= self.counts.all {
-            fail!(Program, "cannot write tensor {}: the program has {}", to.idx(), self.counts.all);
+        self.set(to, value)
+    }
+
+    fn set(&mut self, tid: &fb::Tid, value: Value) -> Result<()> {
+        let (slot, n) = (tid.idx(), self.counts.all);
+        if slot >= n {
+            fail!(Program, "cannot write tensor {slot}: the program has {n}");
         }
-        self.held.tensors.insert(to.idx(), value);
+        self.held.tensors.insert(slot, value);
         Ok(())
     }
 
     /// Assigns a new value to the slot of a constant or an input.
     pub fn bind(&mut self, slot: u32) -> Value {
-        let value = self.new_value();
+        let value = self.new_values(1);
         self.held.tensors.insert(slot, value);
         value
     }
@@ -209,10 +202,5 @@ impl Slots {
     pub fn new_int(&mut self) -> IntValue {
         self.n_ints += 1;
         IntValue(self.n_ints - 1)
-    }
-
-    fn new_value(&mut self) -> Value {
-        self.n_values += 1;
-        Value(self.n_values - 1)
     }
 }

@@ -343,9 +343,7 @@ pub fn run(
         let weight = frame.tensor(*weight)?;
         check_range(frame, *indices, weight.shape().first().copied().unwrap_or(0))?;
     }
-    let arrays: SmallVec<[&Array; 8]> =
-        inputs.iter().map(|&value| frame.tensor(value)).collect::<Result<_>>()?;
-    let made = compute(kernel, &arrays, frame.on_gpu())?;
+    let made = compute(kernel, &frame.tensors(inputs)?, frame.on_gpu())?;
     if made.len() != shapes.len() {
         fail!(Internal, "a kernel has {} results for {} outputs", made.len(), shapes.len());
     }
