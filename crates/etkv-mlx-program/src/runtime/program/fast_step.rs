@@ -4,7 +4,8 @@ use etkv_delegate::{Argument, Host};
 use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
-use super::{check_shape, integers, LoadedProgram};
+use super::inputs::{check_shape, integers};
+use super::LoadedProgram;
 use crate::dtype::{dtype_of, item_size};
 use crate::error::{fail, Result};
 use crate::ir::{InputSpec, Value};
