@@ -20,7 +20,7 @@ from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
 from reference import EVERYTHING, STORY, Variant
 from test_draft import hidden_states as first_hidden_states
-from test_outputs import hidden_states
+from test_outputs import LAST_ROW, TAPPED
 
 pytestmark = pytest.mark.long
 
@@ -30,8 +30,6 @@ FAMILIES = [
     if variant.dtype == "f32" and not variant.quantize and variant.model not in tiny_models.MIXTURES
 ]
 LLAMA = Variant("tiny-llama")
-TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
-LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
 QUANTIZED = Variant("tiny-llama", quantize="8da4w")
 BFLOAT16 = Variant("tiny-llama", "bf16")
 VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED, BFLOAT16]
@@ -163,32 +161,6 @@ def test_the_last_row_only(programs):
     (last,) = cpu_programs.run(path, IDS[:90], logits="last")
     assert (len(every), len(last)) == (90, 3)
     np.testing.assert_allclose(last, every[[39, 79, 89]], rtol=1e-5, atol=1e-5)
-
-
-def test_hidden_states_are_outputs_of_layers(programs):
-    """Hidden states are in the requested order, with every row for any ``logits``. The states of the last layer are
-    before the final norm.
-    """
-    program = programs[TAPPED]
-    assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]
-    first, second = hidden_states(program.hf, IDS[:90], 2)
-    expected = reference.logits(reference.load_hf(program.hf), IDS[:90])
-    for logits, rows in (("all", slice(None)), ("last", [39, 79, 89])):
-        made, tapped = cpu_programs.run(program.path, IDS[:90], logits=logits)
-        np.testing.assert_allclose(made, expected[rows], atol=2e-4)
-        np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
-
-
-def test_a_program_of_the_last_row_only(programs):
-    """With any load option, the program returns one row of logits a step, and hidden states of every token."""
-    program = programs[LAST_ROW]
-    assert pte.constant_methods(program.path)["get_logits_rows"] == 1
-    (expected,) = hidden_states(program.hf, IDS[:90], 1)
-    whole = reference.logits(reference.load_hf(program.hf), IDS[:90])
-    for logits in ("all", "last"):
-        made, tapped = cpu_programs.run(program.path, IDS[:90], logits=logits)
-        np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
-        np.testing.assert_allclose(tapped, expected, atol=1e-4)
 
 
 def test_a_draft_on_hidden_states_of_the_model_is_the_model(draft, tiny):

@@ -81,13 +81,3 @@ def _error(variant: Variant, difference: np.ndarray) -> float:
     if variant.model in tiny_models.MIXTURES:
         return float(np.median([reference.rms(row) for row in difference]))
     return reference.rms(difference)
-
-
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
-def test_the_last_row_only_is_the_same(programs, variant):
-    """A program that returns the last row only drops the other rows after the last layer's attention."""
-    program = programs[variant]
-    prompt = reference.tokenize(program, STORY)[:PROMPT]
-    every = reference.forward(program, prompt, rows="all").logits
-    last = reference.forward(program, prompt, rows="last").logits
-    np.testing.assert_allclose(last[-1], every[-1], rtol=1e-4, atol=1e-4)

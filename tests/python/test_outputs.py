@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import etkv
+import cpu_programs
 import reference
+from cpu_programs import run
 from etkv import pte
 from etkv.errors import EtkvError
 from reference import STORY, Variant
@@ -18,6 +19,7 @@ TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
 LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
 FIRST_LAYER = Variant("tiny-gemma3", layers=1)
 VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
+BACKENDS = pytest.mark.parametrize("program", [reference.program, cpu_programs.program], ids=["mlx", "cpu"])
 
 TOKENS = 90
 """Number of tokens of a text: more than the window of 64, and more than one step of the program."""
@@ -38,41 +40,33 @@ def hidden_states(folder, ids, count) -> list[torch.Tensor]:
     return [kept[index][0] for index in range(count)]
 
 
-def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
-    """Return every output of a program, with the rows of all steps concatenated."""
-    path = folder / "model.pte"
-    config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 128, k_format="f32", v_format="f32")
-    made = []
-    with etkv.DecodeSession(config) as session, etkv.load(path, session, logits=logits) as program:
-        for start in range(0, len(ids), step):
-            tokens = torch.tensor([ids[start : start + step]])
-            made.append(program.execute(tokens, torch.arange(start, start + tokens.shape[1])))
-    return [torch.cat(outputs, dim=1)[0] for outputs in zip(*made, strict=True)]
-
-
-def test_hidden_states_are_outputs_of_layers(ids):
+@BACKENDS
+def test_hidden_states_are_outputs_of_layers(ids, program):
     """Hidden states are in the requested order, with every row for any ``logits``. The states of the last layer are
     before the final norm.
     """
-    folder = reference.program(TAPPED).path.parent
-    assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
-    first, second = hidden_states(folder / "hf", ids, 2)
-    expected = reference.logits(reference.load_hf(folder / "hf"), ids)
+    tapped = program(TAPPED)
+    assert pte.constant_methods(tapped.path)["get_tap_layers"] == [1, 0]
+    first, second = hidden_states(tapped.hf, ids, 2)
+    expected = reference.logits(reference.load_hf(tapped.hf), ids)
     ends = [39, 79, 89]
-    for logits, rows in (("all", slice(None)), ("last", ends), ("proposed", ends)):
-        made, tapped = run(folder, ids, logits=logits)
+    # Programs for the CPU do not select the rows of candidates.
+    proposed = {"proposed": ends} if program is reference.program else {}
+    for logits, rows in {"all": slice(None), "last": ends, **proposed}.items():
+        made, states = run(tapped.path, ids, logits=logits)
         np.testing.assert_allclose(made, expected[rows], atol=2e-4)
-        np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
+        np.testing.assert_allclose(states, torch.cat([second, first], dim=-1), atol=1e-4)
 
 
-def test_a_program_of_the_last_row_only(ids):
+@BACKENDS
+def test_a_program_of_the_last_row_only(ids, program):
     """With any load option, the program returns one row of logits a step, and hidden states of every token."""
-    folder = reference.program(LAST_ROW).path.parent
-    assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
-    (expected,) = hidden_states(folder / "hf", ids, 1)
-    whole = reference.logits(reference.load_hf(folder / "hf"), ids)
+    last_row = program(LAST_ROW)
+    assert pte.constant_methods(last_row.path)["get_logits_rows"] == 1
+    (expected,) = hidden_states(last_row.hf, ids, 1)
+    whole = reference.logits(reference.load_hf(last_row.hf), ids)
     for logits in ("all", "last"):
-        made, tapped = run(folder, ids, logits=logits)
+        made, tapped = run(last_row.path, ids, logits=logits)
         np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
         np.testing.assert_allclose(tapped, expected, atol=1e-4)
 
@@ -99,6 +93,6 @@ def test_a_draft_is_the_first_layers_and_the_head(exported, ids):
     with torch.inference_mode():
         (first,) = hidden_states(whole / "hf", ids, 1)
         expected = model.lm_head(model.model.norm(first))
-    (made,) = run(folder, ids)
+    (made,) = run(folder / "model.pte", ids)
     np.testing.assert_allclose(made, expected, atol=2e-4)
     np.testing.assert_allclose(made, reference.logits(reference.load_hf(folder / "hf"), ids), atol=2e-4)
