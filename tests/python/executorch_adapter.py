@@ -11,9 +11,9 @@ adapters translate these differences:
 * ExecuTorch's step commits when its first layer is called, and its tests omit other layers. This package's step commits
   when all layers were called, so the adapter calls the omitted layers with zeros.
 * ExecuTorch's ``begin_step`` refuses a step that does not fit. Here the step is refused, and ``can_extend`` predicts
-it. * ExecuTorch needs ``begin_step`` before each attempt of a forward. This package needs it only for several
-sequences, and
-  a declaration holds until a step commits.
+  it.
+* ExecuTorch needs ``begin_step`` before each attempt of a forward. This package needs it only for several sequences,
+  and a declaration holds until a step commits.
 * ExecuTorch raises RuntimeError where this package raises an error with the status CAPACITY or STEP.
 * ExecuTorch has 63 sequences; this package has 256.
 * ExecuTorch allocates by a sizing policy. This package has none.

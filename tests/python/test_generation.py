@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import shutil
 import subprocess
 import sys
 import weakref
@@ -22,6 +21,17 @@ from reference import PROMPT, Variant, config
 def by_steps(monkeypatch):
     """Let the host choose every token from the logits of a step, as with a CPU program."""
     monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+
+
+def alone(
+    program: reference.Program, ids: list[int], max_tokens: int, max_step_tokens: int = 0, **options
+) -> list[int]:
+    """Return the answer of a session of its own."""
+    with (
+        etkv.DecodeSession(config(program, 200, max_step_tokens=max_step_tokens)) as session,
+        etkv.load(program.path, session, logits="last") as loaded,
+    ):
+        return list(etkv.generate_tokens(loaded, ids, max_tokens=max_tokens, **options))
 
 
 def test_greedy_ids_are_those_of_transformers(loaded, greedy_ids):
@@ -231,11 +241,6 @@ def test_wrong_use(loaded, options, told):
     assert caught.value.status is etkv.Status.INVALID_ARGUMENT
 
 
-def test_without_a_session(llama):
-    with etkv.load(llama.path, None) as loaded, pytest.raises(etkv.EtkvError, match="without a session"):
-        etkv.generate_tokens(loaded, PROMPT)
-
-
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
@@ -259,20 +264,6 @@ def test_a_template_takes_variables(llama, tokenizer):
     other.hf.chat_template = "{{ messages[0].content }}{% if shout %}!{% endif %}"
     assert other.apply_chat_template(QUESTION, tokenize=False, shout=True) == "Hi!"
     assert other.apply_chat_template(QUESTION) == tokenizer.encode("Hi")
-
-
-def test_eos_token_ids(llama, tokenizer, tmp_path):
-    """The ids are those of generation_config.json, an id or a list, or else those of the tokenizer."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(llama.path.parent / name, tmp_path)
-    assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {tokenizer.hf.eos_token_id}
-    for told, expected in (("7", {7}), ("[5, 6]", {5, 6}), ("null", {tokenizer.hf.eos_token_id})):
-        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {told}}}')
-        assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == expected
-    for damaged in ('{"eos_token_id": "x"}', "[]", "{"):
-        (tmp_path / "generation_config.json").write_text(damaged)
-        with pytest.raises(etkv.EtkvError, match=r"generation_config\.json"):
-            etkv.Tokenizer.from_pretrained(tmp_path)
 
 
 def test_a_detokenizer_returns_whole_characters(tokenizer):
@@ -357,12 +348,8 @@ def test_a_chat_runs_new_tokens_only(llama, loaded, tokenizer):
         said = "".join(chat.send_message(text, max_tokens=12))
         assert chat.messages == [*messages, {"role": "assistant", "content": said}]
         answers[len(messages)] = chat.generation.token_ids
-        ids, prefilled = chat.generation.token_ids, chat.generation.prompt_tokens
-        with (
-            etkv.DecodeSession(config(llama, 200)) as alone,
-            etkv.load(llama.path, alone, logits="last") as other,
-        ):
-            assert list(etkv.generate_tokens(other, whole, max_tokens=12)) == ids
+        prefilled = chat.generation.prompt_tokens
+        assert alone(llama, whole, 12) == chat.generation.token_ids
     first = tokenizer.apply_chat_template(chat.messages[:2], add_generation_prompt=True)
     assert prefilled <= len(whole) - len(first), "the first turn was not run again"
     # If a message changes, the messages before it are kept.
@@ -413,14 +400,8 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     """50 tokens on a cache with steps of up to 16 tokens give the same result as one step of all tokens."""
     windowed = reference.program(Variant("tiny-mistral-window"))
     prompt = [(7 * i) % 250 for i in range(50)]
-    answers = []
-    for max_step_tokens in (16, 64):
-        with (
-            etkv.DecodeSession(config(windowed, 200, max_step_tokens=max_step_tokens)) as session,
-            etkv.load(windowed.path, session, logits="last") as loaded,
-        ):
-            answers.append(list(etkv.generate_tokens(loaded, prompt, max_tokens=8, eos_token_ids=[])))
-    assert answers[0] == answers[1]
+    chunked, whole = (alone(windowed, prompt, 8, max_step_tokens, eos_token_ids=[]) for max_step_tokens in (16, 64))
+    assert chunked == whole
 
 
 @pytest.mark.parametrize("by_device", [True, False])
@@ -490,11 +471,7 @@ def test_a_chat_goes_on_after_a_refused_or_failed_turn(llama, loaded, tokenizer,
     whole = tokenizer.conversation_ids([*messages, {"role": "user", "content": "And you?"}], {1: answer})
     list(chat.send_message("And you?", max_tokens=6, eos_token_ids=[]))
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
-    with (
-        etkv.DecodeSession(config(llama, 200)) as alone,
-        etkv.load(llama.path, alone, logits="last") as other,
-    ):
-        assert list(etkv.generate_tokens(other, whole, max_tokens=6, eos_token_ids=[])) == chat.generation.token_ids
+    assert alone(llama, whole, 6, eos_token_ids=[]) == chat.generation.token_ids
 
 
 def test_messages_that_the_template_refuses_are_dropped(loaded, tokenizer):

@@ -16,14 +16,11 @@ _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\
 _LENGTH = len(_PROMPT)
 
 
-def _reference(folder, dtype="float32"):
+def _reference(folder):
     """Return the logits [T, vocabulary] of a prompt, with transformers' own attention."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-    with torch.no_grad():
-        return model(torch.tensor([_PROMPT])).logits[0].float()
+    return torch.from_numpy(reference.logits(reference.load_hf(folder), _PROMPT))
 
 
 def _traced(request: ExportRequest, folder):
@@ -46,7 +43,7 @@ def _traced(request: ExportRequest, folder):
     return lowering._trace(step, settled.prefill_chunk).module(), (settled, layout)
 
 
-def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list[int], dtype: str):
+def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list[int]):
     """Return the logits of the traced graph on the wheel's reference cache, in steps of ``steps`` tokens."""
     import torch
     from executorch.extension.llm.cache.reference_cache import CacheConfig, ContiguousReferenceCache
@@ -61,7 +58,7 @@ def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list
                 n_kv_heads=layout.kv_heads[0],
                 head_dim=layout.head_dims[0],
                 capacity=settled.max_context,
-                dtype=getattr(torch, dtype),
+                dtype=torch.float32,
             )
         ),
     )
@@ -91,7 +88,7 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
     request = ExportRequest(tiny(name), tmp_path / "x.pte", prefill_chunk=64)
     module, facts = _traced(request, tmp_path)
     for steps in ([_LENGTH], [1] * _LENGTH, [7, 2, 1, _LENGTH - 10]):
-        torch.testing.assert_close(_run(module, facts, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(_run(module, facts, steps), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
     module, facts = _traced(
         ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64), tmp_path
     )
-    actual = _run(module, facts, [_LENGTH], "float32")
+    actual = _run(module, facts, [_LENGTH])
     torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
     assert (actual - _reference(tiny(name))).abs().max() > 1e-3, "quantization changes something"
 
@@ -140,5 +137,5 @@ def test_gguf_equals_its_source(tiny, tiny_llama_gguf, tmp_path):
     import torch
 
     module, facts = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64), tmp_path)
-    actual = _run(module, facts, [5, _LENGTH - 5], "float32")
+    actual = _run(module, facts, [5, _LENGTH - 5])
     torch.testing.assert_close(actual, _reference(tiny("tiny-llama")), rtol=1e-4, atol=1e-4)

@@ -57,9 +57,6 @@ class Model(TinyProgram):
     def transformers(self) -> Any:
         return sinks_models.model(self.of)
 
-    def config(self, **changes) -> CacheConfig:
-        return CacheConfig(self.facts.layers, **{"capacity": 1024, "k_format": "f32", "v_format": "f32", **changes})
-
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         assert error(found, expected) < TOLERANCE
 
@@ -242,12 +239,13 @@ def test_formats_are_those_of_the_reference(model, formats):
     step = Forward(_with_ops(model.of))
     layout = attention.survey(step, step.inputs(3), 256)
     assert len(layout.kv_heads) == len(model.facts.layers)
-    cache = ContiguousCache(model.config(capacity=256, k_format=k_format, v_format=v_format))
+    config = CacheConfig(model.facts.layers, 256, k_format=k_format, v_format=v_format)
+    cache = ContiguousCache(config)
     expected = []
     with (
         torch.no_grad(),
         op.active(cache),
-        model.session(capacity=256, k_format=k_format, v_format=v_format) as session,
+        DecodeSession(config, backend=model.facts.backend) as session,
         model.load(session) as program,
     ):
         found = []
