@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use mlx_rs::{Array, Dtype};
-use smallvec::SmallVec;
 
+use super::shape::{broadcast, Sizes};
 use crate::ir::{Binary, Expression, Node, Unary};
 use etkv::kernels::element;
 
@@ -61,11 +61,11 @@ pub fn function(
 
 /// Returns the shape of an expression's result. `None` if its inputs do not fit together, or if one of them or of the
 /// operations has no elements: a kernel would read past the end of an empty half of a concatenation.
-pub fn shape(expression: &Expression, inputs: &[&Array]) -> Option<SmallVec<[i32; 4]>> {
-    let mut shapes: Vec<SmallVec<[i32; 4]>> = Vec::with_capacity(expression.nodes.len());
+pub fn shape(expression: &Expression, inputs: &[&Array]) -> Option<Sizes> {
+    let mut shapes: Vec<Sizes> = Vec::with_capacity(expression.nodes.len());
     for node in &expression.nodes {
-        let shape: SmallVec<[i32; 4]> = match *node {
-            Node::Input(index) => SmallVec::from_slice(inputs.get(index)?.shape()),
+        let shape: Sizes = match *node {
+            Node::Input(index) => Sizes::from_slice(inputs.get(index)?.shape()),
             Node::Unary(_, x) | Node::AsType(x, _) => shapes.get(x)?.clone(),
             Node::Binary(_, a, b) => broadcast(shapes.get(a)?, shapes.get(b)?)?,
             Node::Concatenate([a, b], axis) => {
@@ -86,21 +86,6 @@ pub fn shape(expression: &Expression, inputs: &[&Array]) -> Option<SmallVec<[i32
         shapes.push(shape);
     }
     shapes.pop()
-}
-
-fn broadcast(a: &[i32], b: &[i32]) -> Option<SmallVec<[i32; 4]>> {
-    let rank = a.len().max(b.len());
-    let size = |shape: &[i32], axis: usize| match (axis + shape.len()).checked_sub(rank) {
-        Some(own) => shape[own],
-        None => 1,
-    };
-    (0..rank)
-        .map(|axis| match (size(a, axis), size(b, axis)) {
-            (a, b) if a == b || b == 1 => Some(a),
-            (1, b) => Some(b),
-            _ => None,
-        })
-        .collect()
 }
 
 struct Generator<'a> {

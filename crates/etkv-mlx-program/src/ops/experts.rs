@@ -2,18 +2,19 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::calls::{decode, none, Arguments};
+use super::calls::{decode, Arguments};
 use super::indexing::{check_range, read_range};
-use super::packed::{given, packing};
+use super::packed::packing;
 use super::quantized::Packed;
-use super::{by_expert, linear, quantized};
+use super::weights::{as_rows, handle, Weights};
+use super::{by_expert, linear, many_rows, quantized};
 use crate::dtype::is_float;
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction, Int, Packing, PackingMode};
 use crate::ops::slots::Slots;
 use etkv::kernels::Product;
-use etkv::mlx::{call, cast, optional_int, slice_axis};
+use etkv::mlx::{call, cast, slice_axis};
 
 /// Returns the integer argument for sorted indices, if it is known only at run time.
 fn sorted_flag(slots: &Slots, flag: Option<fb::IntOrVid>) -> Result<Vec<Int>> {
@@ -100,21 +101,6 @@ fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Ar
     given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
 }
 
-/// Returns rows in a layout that MLX's products accept. If the axis of a single row is new, its strides are also
-/// those of a column, and MLX treats the row as a column. A kernel for NVIDIA GPUs then reads 16 bytes at an
-/// unaligned address.
-fn as_rows(rows: Array) -> Result<Array> {
-    match *rows.shape() {
-        [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
-        _ => Ok(rows),
-    }
-}
-
-/// Returns the handle of an array, or an empty one.
-fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
-    array.map_or_else(none, Array::as_ptr)
-}
-
 pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool) -> Result<Array> {
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
     if a.dtype() == b.dtype() && is_float(a.dtype()) {
@@ -166,31 +152,15 @@ pub fn run_gather_qmm(
     }
     check(arguments, first, lhs, x)?;
     check(arguments, first + usize::from(lhs), rhs, w)?;
-    let scales = arguments.tensor(2)?.as_ptr();
-    let mut next = 3;
-    let biases = given(arguments, &mut next, biases)?;
-    let (left, right) =
-        (indices(arguments, next, lhs)?, indices(arguments, next + usize::from(lhs), rhs)?);
-    let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
-    let (group, bits, mode) =
-        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
-    let sorted = is_sorted(arguments, sorted);
-    // SAFETY: the arrays are live, or empty handles; each index is in range.
-    call(|made, stream| unsafe {
-        mlx_sys::mlx_gather_qmm(
-            made,
-            x.as_ptr(),
-            w.as_ptr(),
-            scales,
-            biases,
-            left,
-            right,
-            transpose,
-            group,
-            bits,
-            mode.as_ptr(),
-            sorted,
-            stream,
-        )
-    })
+    let biases = if biases { Some(arguments.tensor(3)?) } else { None };
+    let weights = Weights::new([w, arguments.tensor(2)?], biases, packing);
+    let left = indices(arguments, first, lhs)?;
+    let right = indices(arguments, first + usize::from(lhs), rhs)?;
+    let indices = [left.as_ref(), right.as_ref()];
+    if transpose {
+        if let Some(made) = many_rows::gathered(x, &weights, indices)? {
+            return Ok(made);
+        }
+    }
+    weights.gathered(x, indices, transpose, is_sorted(arguments, sorted))
 }

@@ -24,6 +24,7 @@ mod indexing;
 mod integers;
 pub mod limits;
 mod linear;
+mod many_rows;
 mod metal;
 mod norm;
 mod order;
@@ -36,6 +37,7 @@ mod rotary;
 mod shape;
 pub mod slots;
 mod views;
+mod weights;
 
 use mlx_rs::Array;
 

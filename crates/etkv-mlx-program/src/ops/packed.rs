@@ -1,11 +1,11 @@
 //! Weights in MLX's packed float formats: numbers of few bits with a shared exponent or scale. No pass transforms
 //! them. Matrices with a scale and a bias for each group are in [`quantized`](super::quantized).
 
-use std::ffi::CStr;
-
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{none, Arguments};
+use super::many_rows;
+use super::weights::Weights;
 use crate::error::{fail, Result};
 use crate::ir::{Affine, Packing, PackingMode};
 use etkv::mlx::{call, optional_int};
@@ -50,18 +50,6 @@ pub fn packing(mode: &str, group_size: i32, bits: i32, has_biases: bool) -> Resu
 impl From<Affine> for Packing {
     fn from(Affine { group_size, bits }: Affine) -> Self {
         Self { mode: PackingMode::Affine, group_size, bits }
-    }
-}
-
-impl Packing {
-    /// Returns MLX's name.
-    pub fn name(self) -> &'static CStr {
-        match self.mode {
-            PackingMode::Affine => c"affine",
-            PackingMode::Mxfp4 => c"mxfp4",
-            PackingMode::Mxfp8 => c"mxfp8",
-            PackingMode::Nvfp4 => c"nvfp4",
-        }
     }
 }
 
@@ -118,36 +106,6 @@ pub fn run_matmul(
     biases: bool,
 ) -> Result<Array> {
     let [x, w, scales] = [0, 1, 2].map(|index| arguments.tensor(index));
-    let (x, w, scales) = (x?.as_ptr(), w?.as_ptr(), scales?.as_ptr());
-    let biases = given(arguments, &mut 3, biases)?;
-    // SAFETY: the arrays are live, or empty handles.
-    unsafe { multiply([x, w, scales, biases], packing, transpose) }
-}
-
-/// Returns MLX's product of rows and packed rows. The arrays are `x`, packed rows, scales and biases.
-///
-/// # Safety
-/// The arrays are live. The handle of biases may be empty.
-pub unsafe fn multiply(
-    [x, w, scales, biases]: [mlx_sys::mlx_array; 4],
-    packing: Packing,
-    transpose: bool,
-) -> Result<Array> {
-    let (group, bits, mode) =
-        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
-    // SAFETY: as for this function.
-    call(|made, stream| unsafe {
-        mlx_sys::mlx_quantized_matmul(
-            made,
-            x,
-            w,
-            scales,
-            biases,
-            transpose,
-            group,
-            bits,
-            mode.as_ptr(),
-            stream,
-        )
-    })
+    let biases = if biases { Some(arguments.tensor(3)?) } else { None };
+    many_rows::product(x?, &Weights::new([w?, scales?], biases, packing), transpose)
 }

@@ -7,8 +7,10 @@ use mlx_rs::{Array, Dtype};
 
 use super::calls::decode;
 use super::instruction;
-use super::packed::{self, packing};
+use super::many_rows;
+use super::packed::packing;
 use super::shape::Sizes;
+use super::weights::Weights;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
@@ -88,6 +90,10 @@ impl<'a> Packed<'a> {
         Ok(Self { w, scales, biases, packing: packing.into() })
     }
 
+    fn weights(&self) -> Weights {
+        Weights::new([self.w, self.scales], Some(self.biases), self.packing)
+    }
+
     /// Returns the matrix in the dtype of its scales. It is unpacked in float32 and rounded once: unpacking in half
     /// precision has three times the error.
     fn unpack(&self) -> Result<Array> {
@@ -112,7 +118,7 @@ pub fn run_quantized_matmul(
     // Multiplies `[..., features]` by the rows of a weight, as in a linear layer.
     let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
     let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
-        return packed_product(x, &packed, transpose);
+        return many_rows::product(x, &packed.weights(), transpose);
     };
     let linear = |x: &Array| match frame.on_gpu() {
         true => linear_on_gpu(x, &packed),
@@ -133,7 +139,7 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     if rows > 1 && groups == 1 {
         return Ok(matmul(x, packed.unpack()?.transpose_axes(&[1, 0])?)?);
     }
-    packed_product(x, packed, true)
+    many_rows::product(x, &packed.weights(), true)
 }
 
 /// The maximum elements of a weight that, in float32, fit the caches of an x86-64 processor: 32 MB.
@@ -181,9 +187,7 @@ pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
 }
 
 fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {
-    let arrays = [x, packed.w, packed.scales, packed.biases].map(Array::as_ptr);
-    // SAFETY: the arrays outlive the call.
-    unsafe { packed::multiply(arrays, packed.packing, transpose) }
+    packed.weights().product(x, transpose)
 }
 
 /// Returns a range of the outputs of a packed product.

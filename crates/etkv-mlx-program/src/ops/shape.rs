@@ -148,6 +148,22 @@ pub fn sizes(frame: &Frame, shape: &[Int]) -> Result<Sizes> {
     shape.iter().map(|&dim| frame.int(dim)).collect()
 }
 
+/// Returns the shape to which two shapes broadcast.
+pub fn broadcast(a: &[i32], b: &[i32]) -> Option<Sizes> {
+    let rank = a.len().max(b.len());
+    let size = |shape: &[i32], axis: usize| match (axis + shape.len()).checked_sub(rank) {
+        Some(own) => shape[own],
+        None => 1,
+    };
+    (0..rank)
+        .map(|axis| match (size(a, axis), size(b, axis)) {
+            (a, b) if a == b || b == 1 => Some(a),
+            (1, b) => Some(b),
+            _ => None,
+        })
+        .collect()
+}
+
 /// Returns `shape` for the elements of `x`, with the open dimension, -1, replaced by its size.
 pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();

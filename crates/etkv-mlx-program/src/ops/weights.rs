@@ -1,0 +1,162 @@
+//! Packed weights, and MLX's operations on them.
+
+use std::ffi::CStr;
+use std::ops::Range;
+
+use mlx_rs::{Array, Dtype};
+
+use super::calls::none;
+use crate::error::Result;
+use crate::ir::{Packing, PackingMode};
+use etkv::mlx::{call, cast, optional_int, slice_axis};
+
+impl Packing {
+    /// Returns MLX's name.
+    pub fn name(self) -> &'static CStr {
+        match self.mode {
+            PackingMode::Affine => c"affine",
+            PackingMode::Mxfp4 => c"mxfp4",
+            PackingMode::Mxfp8 => c"mxfp8",
+            PackingMode::Nvfp4 => c"nvfp4",
+        }
+    }
+}
+
+/// Returns the handle of an array, or an empty one.
+pub fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
+    array.map_or_else(none, Array::as_ptr)
+}
+
+/// Returns rows in a layout that MLX's products accept. If the axis of a single row is new, its strides are also
+/// those of a column, and MLX treats the row as a column. A kernel for NVIDIA GPUs then reads 16 bytes at an
+/// unaligned address.
+pub fn as_rows(rows: Array) -> Result<Array> {
+    match *rows.shape() {
+        [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
+        _ => Ok(rows),
+    }
+}
+
+/// A packed matrix `[out, in]`, or several.
+#[derive(Debug, Clone)]
+pub struct Weights {
+    w: Array,
+    scales: Array,
+    biases: Option<Array>,
+    packing: Packing,
+}
+
+impl Weights {
+    pub fn new([w, scales]: [&Array; 2], biases: Option<&Array>, packing: Packing) -> Self {
+        Self { w: w.clone(), scales: scales.clone(), biases: biases.cloned(), packing }
+    }
+
+    /// The axes before those of a matrix.
+    pub fn leading(&self) -> &[i32] {
+        self.w.shape().split_last_chunk::<2>().map_or(&[], |(leading, _)| leading)
+    }
+
+    /// The outputs of a matrix.
+    pub fn outputs(&self) -> i32 {
+        self.w.shape().iter().rev().nth(1).copied().unwrap_or(0)
+    }
+
+    fn map(&self, each: impl Fn(&Array) -> Result<Array>) -> Result<Self> {
+        let biases = self.biases.as_ref().map(&each).transpose()?;
+        Ok(Self { w: each(&self.w)?, scales: each(&self.scales)?, biases, packing: self.packing })
+    }
+
+    /// Returns the matrices along one axis: `[matrices, out, in]`.
+    pub fn stacked(&self) -> Result<Self> {
+        self.map(|part| Ok(part.reshape(&[-1, part.dim(-2), part.dim(-1)])?))
+    }
+
+    /// Returns one matrix of `[matrices, out, in]`.
+    pub fn matrix(&self, index: i32) -> Result<Self> {
+        self.map(|part| Ok(slice_axis(part, 0, index, index + 1, 1)?.squeeze_axes(&[0])?))
+    }
+
+    /// Returns the weights of some outputs.
+    pub fn of_outputs(&self, outputs: Range<i32>) -> Result<Self> {
+        self.map(|part| slice_axis(part, part.ndim() - 2, outputs.start, outputs.end, 1))
+    }
+
+    /// Returns the weights in `dtype`. Scales and biases are applied in float32, and the result is rounded once: in
+    /// half precision the error would be three times as large.
+    pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
+        let (scales, biases, wide) = match &self.biases {
+            Some(biases) => {
+                let wide = Dtype::Float32;
+                (cast(&self.scales, wide)?, Some(cast(biases, wide)?), wide)
+            }
+            None => (self.scales.clone(), None, dtype),
+        };
+        let Packing { group_size, bits, .. } = self.packing;
+        // SAFETY: the arrays outlive the call.
+        let made = call(|made, stream| unsafe {
+            mlx_sys::mlx_dequantize(
+                made,
+                self.w.as_ptr(),
+                scales.as_ptr(),
+                handle(biases.as_ref()),
+                optional_int(group_size),
+                optional_int(bits),
+                self.packing.name().as_ptr(),
+                none(),
+                mlx_sys::mlx_optional_dtype { value: wide.into(), has_value: true },
+                stream,
+            )
+        })?;
+        cast(&made, dtype)
+    }
+
+    /// Returns MLX's product of `x` with the weights. `transpose` multiplies by rows of the weights.
+    pub fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
+        let Packing { group_size, bits, .. } = self.packing;
+        // SAFETY: the arrays outlive the call.
+        call(|made, stream| unsafe {
+            mlx_sys::mlx_quantized_matmul(
+                made,
+                x.as_ptr(),
+                self.w.as_ptr(),
+                self.scales.as_ptr(),
+                handle(self.biases.as_ref()),
+                transpose,
+                optional_int(group_size),
+                optional_int(bits),
+                self.packing.name().as_ptr(),
+                stream,
+            )
+        })
+    }
+
+    /// Returns MLX's products of matrices of `x` with matrices of the weights, which indices select. Indices are
+    /// uint32.
+    pub fn gathered(
+        &self,
+        x: &Array,
+        [lhs, rhs]: [Option<&Array>; 2],
+        transpose: bool,
+        sorted: bool,
+    ) -> Result<Array> {
+        let Packing { group_size, bits, .. } = self.packing;
+        // SAFETY: the arrays outlive the call.
+        call(|made, stream| unsafe {
+            mlx_sys::mlx_gather_qmm(
+                made,
+                x.as_ptr(),
+                self.w.as_ptr(),
+                self.scales.as_ptr(),
+                handle(self.biases.as_ref()),
+                handle(lhs),
+                handle(rhs),
+                transpose,
+                optional_int(group_size),
+                optional_int(bits),
+                self.packing.name().as_ptr(),
+                sorted,
+                stream,
+            )
+        })
+    }
+}
