@@ -6,8 +6,6 @@
 namespace etkv::tests {
 namespace {
 
-using Change = std::function<void(CacheConfig&)>;
-
 /// The tokens of one step.
 struct Batch {
   Ids ids;
@@ -24,32 +22,6 @@ struct Batch {
 Rows step(On<SeqCache>& on, const Batch& batch) {
   must(on->begin_step(batch.sequences));
   return must(on.model.step(batch.ids, batch.positions));
-}
-
-/// Returns configs with full history and with windows, in formats that are
-/// lossless and formats that round.
-std::vector<Change> configs() {
-  return {
-      [](CacheConfig&) {},
-      [](CacheConfig& config) { config.layers[1].window = 6; },
-      [](CacheConfig& config) {
-        for (auto& layer : config.layers) {
-          layer.window = 5;
-          layer.sinks = 2;
-        }
-        config.max_step_tokens = 8;
-      },
-      [](CacheConfig& config) {
-        config.k_format = "f16";
-        config.v_format = "row-int4";
-        config.growth = Growth::step;
-        config.min_chunk = 7;
-      },
-      [](CacheConfig& config) {
-        config.growth = Growth::upfront;
-        config.min_chunk = 0;
-      },
-  };
 }
 
 void batches(const Change& change) {
@@ -110,9 +82,7 @@ void batches(const Change& change) {
 void forks(const Change& change) {
   const Ids trunk = text(10);
   On<SeqCache> on(change);
-  for (size_t i = 0; i < trunk.size(); i += 5) {
-    on.model.at(static_cast<int64_t>(i), slice(trunk, i, 5));
-  }
+  on.model.read(trunk, 5);
   const uint64_t used = on->memory()->used;
   for (int32_t branch = 1; branch <= 3; ++branch) {
     must(on->seq_cp(0, branch));
@@ -124,10 +94,7 @@ void forks(const Change& change) {
 
   std::vector<Ids> branches;
   for (uint32_t branch = 1; branch <= 3; ++branch) {
-    Ids ids = trunk;
-    const Ids own = text(6, branch + 10);
-    ids.insert(ids.end(), own.begin(), own.end());
-    branches.push_back(std::move(ids));
+    branches.push_back(joined(trunk, text(6, branch + 10)));
   }
   for (size_t at = 10; at < 16; ++at) {
     Batch batch;
@@ -147,45 +114,9 @@ void forks(const Change& change) {
   must(on->compact());
 
   // Only one sequence is left: the next step needs no declaration.
-  Ids winner = branches[1];
   const Ids more = text(4, 99);
-  winner.insert(winner.end(), more.begin(), more.end());
-  const Rows rows = on.model.at(16, more);
-  const Rows wanted = alone(winner, change);
-  for (int64_t i = 0; i < 4; ++i) {
-    CHECK(close(rows.row(i), wanted.row(16 + i)));
-  }
-}
-
-/// A prompt joins while others decode.
-void admission() {
-  const Ids old = text(12, 1);
-  const Ids fresh = text(9, 2);
-  const Rows wanted_old = alone(old);
-  const Rows wanted_fresh = alone(fresh);
-  On<SeqCache> on;
-  Batch first;
-  for (int64_t i = 0; i < 8; ++i) {
-    first.add(old[i], i, 7);
-  }
-  step(on, first);
-  Batch mixed;
-  mixed.add(old[8], 8, 7);
-  for (int64_t i = 0; i < 5; ++i) {
-    mixed.add(fresh[i], i, 200);
-  }
-  const Rows rows = step(on, mixed);
-  CHECK(close(rows.row(0), wanted_old.row(8)));
-  for (int64_t i = 0; i < 5; ++i) {
-    CHECK(close(rows.row(1 + i), wanted_fresh.row(i)));
-  }
-  // The old sequence is removed, and its cells are reused.
-  must(on->seq_rm(7));
-  CHECK_INT(*on->length(), 5);
-  const Rows rest = on.model.at(5, slice(fresh, 5, 4));
-  for (int64_t i = 0; i < 4; ++i) {
-    CHECK(close(rest.row(i), wanted_fresh.row(5 + i)));
-  }
+  const Rows wanted = alone(joined(branches[1], more), change);
+  CHECK(close(on.model.at(16, more), wanted.tail(4)));
 }
 
 bool is(const std::vector<Range>& found, std::initializer_list<Range> wanted) {
@@ -206,14 +137,9 @@ void removal() {
   // Backtracking: repeat the last answer with other tokens.
   must(on->seq_rm(0, 8));
   CHECK_INT(must(on->seq_next(0)), 8);
-  Ids other = slice(ids, 0, 8);
   const Ids more = text(5, 7);
-  other.insert(other.end(), more.begin(), more.end());
-  const Rows rows = on.model.at(8, more);
-  const Rows wanted = alone(other);
-  for (int64_t i = 0; i < 5; ++i) {
-    CHECK(close(rows.row(i), wanted.row(8 + i)));
-  }
+  const Rows wanted = alone(joined(slice(ids, 0, 8), more));
+  CHECK(close(on.model.at(8, more), wanted.tail(5)));
   // After a removal in the middle or at the front, other tokens keep their
   // positions.
   must(on->seq_rm(0, 4, 6));
@@ -238,9 +164,7 @@ void removal() {
     config.layers[0].window = 4;
     config.max_step_tokens = 4;
   });
-  for (int64_t i = 0; i < 40; i += 4) {
-    windowed.model.at(i, slice(ids, static_cast<size_t>(i) % 16, 4));
-  }
+  windowed.model.read(text(40), 4);
   const int32_t least = must(windowed->seq_rewindable_to(0));
   CHECK_INT(must(windowed->rewindable_to()), least);
   CHECK(least > 0 && least < 40);
@@ -270,12 +194,8 @@ void shared_tokens() {
   apart.add(11, 6, 9);
   apart.add(12, 6, 4);
   const Rows two = step(on, apart);
-  Ids nine = trunk;
-  nine.push_back(11);
-  Ids four = trunk;
-  four.push_back(12);
-  CHECK(close(two.row(0), alone(nine).row(6)));
-  CHECK(close(two.row(1), alone(four).row(6)));
+  CHECK(close(two.row(0), alone(joined(trunk, {11})).last()));
+  CHECK(close(two.row(1), alone(joined(trunk, {12})).last()));
   // Tokens that are removed from one sequence stay in the other.
   must(on->seq_rm(9));
   CHECK_INT(*on->length(), 7);
@@ -292,7 +212,7 @@ void refusals() {
     first.positions.back() = i / 2;
   }
   step(on, first);
-  const CacheState before(on.session.cache());
+  const CacheState before(on.cache());
 
   // Several sequences without a declaration.
   CHECK_REFUSED(
@@ -304,7 +224,7 @@ void refusals() {
   CHECK_REFUSED(
       on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
   CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
-  CHECK(CacheState(on.session.cache()) == before);
+  CHECK(CacheState(on.cache()) == before);
   // The declaration still applies.
   must(on.model.step({1, 2}, {2, 2}));
   CHECK_INT(*on->length(), 6);
@@ -370,10 +290,6 @@ void undone_steps() {
   must(cache.seq_cp(0, 2));
   const CacheState before(tapped.cache());
   must(cache.begin_step({2, 1, 0}));
-  const auto no_output = [](std::vector<EValue*>& arguments) {
-    static EValue nothing(int64_t{1});
-    arguments[2] = &nothing;
-  };
   CHECK_REFUSED(
       tapped.step({7, 8, 9}, {3, 2, 3}, no_output),
       ETKV_ERROR_SHAPE,
@@ -393,12 +309,17 @@ int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
   Tap::open();
-  for (const auto& change : configs()) {
+  const Change windows = [](etkv::CacheConfig& config) {
+    for (auto& layer : config.layers) {
+      layer.window = 5;
+      layer.sinks = 2;
+    }
+    config.max_step_tokens = 8;
+  };
+  for (const Change& change : {Change(), windows}) {
     batches(change);
     forks(change);
   }
-  forks(nullptr);
-  admission();
   removal();
   shared_tokens();
   refusals();

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <mutex>
-#include <set>
 #include <thread>
 
 #include "fixture.hpp"
@@ -46,31 +45,6 @@ void load_execute_destroy() {
   }
 }
 
-/// Session, handle and program are each freed on a separate thread, in order of
-/// creation and in reverse.
-void parts_on_their_own_threads() {
-  for (int round = 0; round < 6; ++round) {
-    std::unique_ptr<Model> model;
-    std::unique_ptr<Session> session;
-    on_a_thread([&] { model = std::make_unique<Model>("llama-f32"); });
-    on_a_thread(
-        [&] { session = std::make_unique<Session>(session_for(*model)); });
-    on_a_thread([&] { must(model->load(session->key())); });
-    on_a_thread([&] { model->at(0, text(9)); });
-    on_a_thread([&] { must(session->cache().clear(round % 3 == 0)); });
-    on_a_thread([&] { model->at(0, text(5)); });
-    if (round % 2 == 0) {
-      on_a_thread([&] { session.reset(); });
-      on_a_thread([&] { model->at(5, text(5)); });
-      on_a_thread([&] { model.reset(); });
-    } else {
-      on_a_thread([&] { model.reset(); });
-      CHECK_INT(*session->cache().length(), 5);
-      on_a_thread([&] { session.reset(); });
-    }
-  }
-}
-
 void programs_side_by_side() {
   constexpr size_t kThreads = 4;
   constexpr size_t kIds = 40;
@@ -105,10 +79,7 @@ void one_cache() {
   constexpr int32_t kCapacity = 40;
   Bound first("llama-f32", kCapacity);
   const Ids ids = text(20);
-  const Rows wanted = [&] {
-    Bound alone("llama-f32", kCapacity);
-    return alone.at(0, ids);
-  }();
+  const Rows wanted = Bound("llama-f32", kCapacity).at(0, ids);
 
   std::atomic<long> worked{0};
   std::atomic<long> refused{0};
@@ -160,17 +131,7 @@ void one_cache() {
 void control_during_steps() {
   constexpr int32_t kCapacity = 64;
   const Ids ids = text(48);
-  const auto steps = [&](Bound& bound) {
-    std::vector<Rows> rows;
-    for (size_t i = 0; i < ids.size(); i += 4) {
-      rows.push_back(bound.at(static_cast<int64_t>(i), slice(ids, i, 4)));
-    }
-    return rows;
-  };
-  const auto wanted = [&] {
-    Bound alone("llama-f32", kCapacity);
-    return steps(alone);
-  }();
+  const Rows wanted = Bound("llama-f32", kCapacity).model.read(ids, 4);
 
   Bound bound("llama-f32", kCapacity);
   const uint64_t slot = bound.cache().memory()->at_capacity / kCapacity;
@@ -197,7 +158,7 @@ void control_during_steps() {
   while (asked == 0) {
     std::this_thread::yield();
   }
-  CHECK(steps(bound) == wanted);
+  CHECK(bound.model.read(ids, 4) == wanted);
   done = true;
   watcher.join();
   CHECK(consistent);
@@ -366,28 +327,6 @@ void coming_and_going() {
   }
 }
 
-void keys_of_many_threads() {
-  constexpr int kThreads = 4;
-  std::vector<std::vector<std::string>> made(kThreads);
-  std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] {
-      CacheConfig config;
-      config.layers = {{1, 1, 1, 0}};
-      config.capacity = 1;
-      for (int k = 0; k < 200; ++k) {
-        made[i].push_back(must(make_decode_session(backend(), config)).key());
-      }
-    });
-  }
-  std::set<std::string> keys;
-  for (int i = 0; i < kThreads; ++i) {
-    threads[i].join();
-    keys.insert(made[i].begin(), made[i].end());
-  }
-  CHECK_INT(keys.size(), kThreads * 200);
-}
-
 /// Only the thread whose step failed gets the error.
 void errors_of_a_thread() {
   Bound bound;
@@ -430,7 +369,6 @@ int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
   load_execute_destroy();
-  parts_on_their_own_threads();
   programs_side_by_side();
   one_cache();
   control_during_steps();
@@ -438,7 +376,6 @@ int main() {
   a_cache_stays_whole_without_a_lock();
   one_handle();
   coming_and_going();
-  keys_of_many_threads();
   errors_of_a_thread();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();

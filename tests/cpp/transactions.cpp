@@ -307,18 +307,6 @@ void one_fault_after_the_other() {
   }
 }
 
-/// The first layer has grown and is written when the second layer refuses.
-void a_layer_that_does_not_fit() {
-  Tapped tapped(
-      64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
-  const CacheState before(tapped.cache());
-  CHECK_REFUSED(tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "values of shape");
-  CHECK_INT(*tapped.cache().length(), before.length);
-  CHECK_INT(tapped.cache().memory()->used, before.memory.used);
-  must(tapped.cache().clear(/*release=*/true));
-  CHECK(CacheState(tapped.cache()) == before);
-}
-
 /// A step at the capacity that fails for another reason, and a step over the
 /// capacity.
 void at_the_capacity() {
@@ -350,7 +338,6 @@ int main() {
   outputs_that_take_nothing();
   arguments_that_cannot_be();
   one_fault_after_the_other();
-  a_layer_that_does_not_fit();
   at_the_capacity();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
