@@ -43,7 +43,6 @@ class Awq(Format):
         self._group_size = settings.group_size("group_size" if "group_size" in settings.values else "q_group_size")
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-
         return replaced(name, ("qweight", "qzeros", "scales"))
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:

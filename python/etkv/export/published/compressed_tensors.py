@@ -149,13 +149,13 @@ class CompressedTensors(Format):
         self._check_scale(scale, rows, groups)
         zero = self._zero(name, parts, args, (words_of(rows, bits), groups), (rows, groups))
         order = parts.get("order")
+        of_columns: torch.Tensor | None = None
         if order is not None:
             settings.check(order, ("int32", "int64"), (columns,))
             of_columns = order.read().long()
             if bool((of_columns < 0).any()) or bool((of_columns >= groups).any()):
                 raise settings.refuse(f"tensor {order.name} has groups outside of the {groups} groups of {name}")
-            return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), of_columns))
-        return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), None))
+        return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), of_columns))
 
     def _integers(self, name: str, codes: Stored, parts: Mapping[str, Stored], args: Mapping[str, Any]) -> Weight:
         """Return a weight of integers of 8 bits."""

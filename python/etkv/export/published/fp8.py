@@ -37,7 +37,6 @@ class Fp8(Format):
         self.activations = "in 8 bits" if scheme in ("dynamic", "static") or settings.method == "fbgemm_fp8" else None
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-
         for end in _SCALES:
             weight = name.removesuffix(end) + ".weight"
             if name.endswith(end) and weight in tensors and (end != ".scale" or tensors[weight].dtype in FLOAT8):

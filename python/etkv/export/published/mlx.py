@@ -49,7 +49,7 @@ class Mlx(Format):
         return mlx_experts.owner(name) or beside(name, tensors, {".scales": "scales", ".biases": "biases"})
 
     def weights(self, name: str, parts: Mapping[str, Stored]) -> dict[str, Weight]:
-        experts = mlx_experts.weight(name, parts, self._matrix)
+        experts = mlx_experts.weight(name, parts, self.weight)
         if experts is not None:
             return {name: experts}
         if _EXPERTS not in name:
@@ -63,14 +63,11 @@ class Mlx(Format):
         if block.endswith(".block_sparse_moe"):
             product = _OF_MIXTRAL.get(product, product)
         return {
-            f"{block}.experts.{expert}.{product}": self._matrix(
+            f"{block}.experts.{expert}.{product}": self.weight(
                 name, {part: stored.one(expert) for part, stored in parts.items()}
             )
             for expert in range(weights.shape[0])
         }
-
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        return self._matrix(name, parts)
 
     def _mode(self, name: str, values: Mapping[str, Any]) -> tuple[str, int, int]:
         """Return the mode, the size of a group and the bits in ``values``, the settings of ``name``."""
@@ -99,7 +96,7 @@ class Mlx(Format):
             raise self._settings.refuse(f"the setting of layer {path} is {own!r}, expected true, false or a mapping")
         return self._mode(path, own)
 
-    def _matrix(self, name: str, parts: Mapping[str, Stored]) -> Weight:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         settings = self._settings
         path = name.removesuffix(".weight")
         of_layer = self._of_layer(path)

@@ -21,7 +21,6 @@ class Mxfp4(Format):
     """Decodes ``mxfp4``. A parameter is ``[experts, in, out]``, and its blocks ``[experts, out, groups, 16]``."""
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-
         for part in ("blocks", "scales"):
             if name.endswith(f"_{part}"):
                 return name.removesuffix(f"_{part}"), part
