@@ -83,7 +83,8 @@ mod tests {
             for layer in 0..2 {
                 assert_eq!(step.place(layer), Ok(Some(placed(n, first, mask.clone()))));
             }
-            let [keys, values] = step.store().unwrap().float_buffers(1).unwrap();
+            let planes = step.store().unwrap().planes(1).unwrap();
+            let [keys, values] = planes.map(|(_, buffers)| buffers[0]);
             assert!(keys.dim(2) >= first + n && keys.shape() == values.shape());
             step.commit(&[]).unwrap();
             assert_eq!(cache.length(), first + n);
@@ -99,7 +100,7 @@ mod tests {
             for layer in 0..2 {
                 assert_eq!(step.place(layer), Ok(Some(expected.clone())));
             }
-            assert_eq!(step.store().unwrap().float_buffers(0).unwrap()[0].dim(1), 1);
+            assert_eq!(step.store().unwrap().planes(0).unwrap()[0].1[0].dim(1), 1);
             step.commit(&[]).unwrap();
         }
         cells.begin_step(&[0, 1]).unwrap();

@@ -1,30 +1,44 @@
 //! Attention composed of MLX operations: a product, a softmax, a product. It multiplies rows in their stored format,
 //! and supports softcaps.
 
-use mlx_rs::ops::{arange, concatenate, matmul, select, sigmoid, softmax_axis, tanh};
+use mlx_rs::ops::{arange, matmul, select, sigmoid, softmax_axis, tanh};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::{dtype_of_products, AttendSpec, Mask, Scoring};
 use crate::error::Result;
-use crate::mlx::{cast, slice_axis};
+use crate::mlx::{cast, joined, slice_axis};
 
 /// The maximum number of bytes of float32 scores that [`over_rows`] keeps in memory.
 const MAX_SCORES: u64 = 256 << 20;
 
-/// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is
-/// repeated.
-pub fn by_products(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Result<Array> {
-    let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
+/// Computes attention with the stored rows.
+pub fn by_products(q: &Array, spec: &AttendSpec, scoring: Scoring) -> Result<Array> {
+    let keys = [spec.k.n_kv_heads(), spec.k.len()];
+    let scores = |rows: &Array| spec.k.scores(rows);
+    composed(q, keys, &spec.mask, scoring, scores, |p| spec.v.weighted(p))
+}
+
+/// Computes attention to the `n` keys of `heads` heads. The queries of a KV head are rows of one matrix, so nothing is
+/// repeated. `scores` multiplies these rows with all keys, and `weighted` the weights of the keys with all values.
+fn composed(
+    q: &Array,
+    [heads, n]: [i32; 2],
+    mask: &Mask,
+    scoring: Scoring,
+    scores: impl FnOnce(&Array) -> Result<Array>,
+    weighted: impl FnOnce(&Array) -> Result<Array>,
+) -> Result<Array> {
+    let (n_heads, t) = (q.dim(1), q.dim(2));
+    let group = n_heads / heads.max(1);
     let rows = scaled(q, scoring.scale)?.reshape(&[1, heads, group * t, q.dim(3)])?;
-    let scores = spec.k.scores(&rows)?;
-    let scores = scores.reshape(&[1, heads, group, t, n])?;
-    let Weights { p, key_share } = weigh(scores, &spec.mask, scoring)?;
+    let scores = scores(&rows)?.reshape(&[1, heads, group, t, n])?;
+    let Weights { p, key_share } = weigh(scores, mask, scoring)?;
     let p = p.reshape(&[1, heads, group * t, n])?;
-    let out = spec.v.weighted(&cast(&p, rows.dtype())?)?;
-    let out = out.reshape(&[1, heads * group, t, spec.v.head_dim()])?;
+    let out = weighted(&cast(&p, rows.dtype())?)?;
+    let out = out.reshape(&[1, n_heads, t, out.dim(3)])?;
     Ok(match key_share {
-        Some(key_share) => out.multiply(key_share.reshape(&[1, heads * group, t, 1])?)?,
+        Some(key_share) => out.multiply(key_share.reshape(&[1, n_heads, t, 1])?)?,
         None => out,
     })
 }
@@ -71,27 +85,13 @@ pub(super) fn over_rows_within(
         }
         outs.push(out);
     }
-    let out = match outs.len() {
-        1 => outs.swap_remove(0),
-        _ => concatenate(&outs, 2)?,
-    };
-    cast(&out, q.dtype())
+    cast(&joined(&outs, 2)?, q.dtype())
 }
 
 /// Computes the attention of `q` over rows in the dtype of products.
 fn block(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
-    let (n_heads, t, heads, n) = (q.dim(1), q.dim(2), k.dim(1), k.dim(2));
-    let group = n_heads / heads.max(1);
-    let rows = scaled(q, scoring.scale)?.reshape(&[1, heads, group * t, q.dim(3)])?;
-    let scores = matmul(&rows, k.transpose_axes(&[0, 1, 3, 2])?)?;
-    let scores = scores.reshape(&[1, heads, group, t, n])?;
-    let Weights { p, key_share } = weigh(scores, mask, scoring)?;
-    let p = p.reshape(&[1, heads, group * t, n])?;
-    let out = matmul(cast(&p, rows.dtype())?, v)?.reshape(&[1, n_heads, t, v.dim(3)])?;
-    Ok(match key_share {
-        Some(key_share) => out.multiply(key_share.reshape(&[1, n_heads, t, 1])?)?,
-        None => out,
-    })
+    let scores = |rows: &Array| Ok(matmul(rows, k.transpose_axes(&[0, 1, 3, 2])?)?);
+    composed(q, [k.dim(1), k.dim(2)], mask, scoring, scores, |p| Ok(matmul(p, v)?))
 }
 
 /// Returns queries times the scale, in the dtype of products.

@@ -4,13 +4,12 @@ mod composed;
 mod fused;
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
-use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
 use crate::kernels;
-use crate::mlx::{self, cast, slice_axis};
+use crate::mlx::{self, cast, joined, slice_axis};
 use crate::store::KvView;
 
 /// The keys that a query sees. An explicit mask is a boolean array.
@@ -101,7 +100,7 @@ pub fn attend_stored<'a>(
 ) -> Result<Array> {
     let (group, scoring) = (group_of(q, spec)?, scoring.into());
     if packed {
-        composed::by_products(q, spec, group, scoring)
+        composed::by_products(q, spec, scoring)
     } else {
         by_heads(q, spec, group, scoring)
     }
@@ -209,10 +208,7 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Resul
         }
         outs.push(out);
     }
-    match outs.len() {
-        1 => Ok(outs.swap_remove(0)),
-        _ => Ok(concatenate(&outs, 1)?),
-    }
+    joined(&outs, 1)
 }
 
 /// Returns the number of KV heads whose rows are unpacked together: one on the CPU, where more heads are no faster

@@ -49,9 +49,6 @@ const MAX_BLOCKS: i32 = 65_535;
 /// The maximum number of slices of the keys. The last block reads the result of each slice.
 const MAX_SLICES: i32 = 64;
 
-/// The minimum number of tiles of a slice.
-const MIN_TILES: i32 = 1;
-
 /// The bytes of shared memory that every GPU since Ampere has.
 const MAX_SHARED: i32 = 96 << 10;
 
@@ -204,7 +201,7 @@ fn row_warps(rows: i32, most: i32) -> i32 {
 
 /// Returns the number of slices of `n` keys if each slice has `rows` blocks.
 fn slices_of(n: i32, rows: i32) -> i32 {
-    let most = (n / TILE + i32::from(n % TILE != 0)) / MIN_TILES;
+    let most = n / TILE + i32::from(n % TILE != 0);
     (BLOCKS / rows.max(1)).min(most).clamp(1, MAX_SLICES)
 }
 

@@ -15,7 +15,7 @@ mod raw;
 pub mod recurrent;
 mod rotary;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -26,8 +26,7 @@ use std::path::Path;
 use mlx_rs::Dtype;
 use tracing::warn;
 
-pub use self::attention::compile_masked;
-pub use self::attention::{attend, several_queries};
+pub use self::attention::{attend, compile_masked, several_queries};
 pub use self::elementwise::{ElementwiseKernel, Function};
 pub use self::finite::{non_finite, MAX_ARRAYS};
 pub use self::linear::{few_rows, Gate, Product, RmsNorm, Rotation, MAX_ROWS};

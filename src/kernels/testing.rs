@@ -17,27 +17,25 @@ pub fn on_cuda(test: impl FnOnce() -> Result<()>) {
     ran.unwrap();
 }
 
-/// Returns numbers between -2 and 2.
-fn numbers(seed: u64, n: usize) -> Vec<f32> {
+/// Returns a function that returns random numbers from 0 to 1.
+pub fn units(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = move || {
+    move || {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 22) as f32 - 2.0
-    };
-    (0..n).map(|_| next()).collect()
+        (state >> 40) as f32 / (1 << 24) as f32
+    }
 }
 
 /// Returns an array of numbers between -2 and 2.
 pub fn array(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
-    let n = shape.iter().product::<i32>() as usize;
-    Array::from_slice(&numbers(seed, n), shape).as_dtype(dtype).unwrap()
+    let (n, mut unit) = (shape.iter().product::<i32>(), units(seed));
+    let numbers: Vec<f32> = (0..n).map(|_| 4.0 * unit() - 2.0).collect();
+    Array::from_slice(&numbers, shape).as_dtype(dtype).unwrap()
 }
 
 /// Returns the elements as float64.
 pub fn values(array: &Array) -> Vec<f64> {
-    let array = array.as_dtype(Dtype::Float32).unwrap();
-    let array = array.reshape(&[-1]).unwrap().contiguous().unwrap();
-    array.eval().unwrap();
-    array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
+    let array = array.as_dtype(Dtype::Float32).unwrap().contiguous().unwrap();
+    mlx::elements::<f32>(&array).unwrap().into_iter().map(f64::from).collect()
 }

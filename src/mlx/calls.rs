@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void, CStr};
 
+use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype, Stream};
 
 use crate::error::{Error, Result, Status};
@@ -233,6 +234,14 @@ pub fn cast(array: &Array, dtype: Dtype) -> Result<Array> {
         Ok(array.clone())
     } else {
         Ok(array.as_dtype(dtype)?)
+    }
+}
+
+/// Concatenates arrays along `axis`. Returns a single array itself.
+pub fn joined(parts: &[Array], axis: i32) -> Result<Array> {
+    match parts {
+        [one] => Ok(one.clone()),
+        parts => Ok(concatenate(parts, axis)?),
     }
 }
 

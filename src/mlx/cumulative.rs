@@ -43,7 +43,7 @@ pub fn cumprod(x: &Array, axis: i32) -> Result<Array> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mlx::run;
+    use crate::mlx::{elements, run};
 
     /// With a stride of ten elements, MLX's own sums are wrong on CUDA.
     #[test]
@@ -56,11 +56,8 @@ mod tests {
                     let array = Array::from_slice(&x, &[2, n, width]);
                     let (sums, products) = (cumsum(&array, 1)?, cumprod(&array, 1)?);
                     assert_eq!(sums.shape(), array.shape());
-                    let [sums, products] = [sums, products].map(|made| {
-                        let made = made.contiguous().unwrap();
-                        made.eval().unwrap();
-                        made.as_slice::<f32>().to_vec()
-                    });
+                    let sums: Vec<f32> = elements(&sums.contiguous()?)?;
+                    let products: Vec<f32> = elements(&products.contiguous()?)?;
                     for first in (0..2 * n * width).filter(|i| i / width % n == 0) {
                         let (mut sum, mut product) = (0.0, 1.0);
                         for at in (0..n).map(|row| (first + row * width) as usize) {

@@ -23,18 +23,15 @@ use std::sync::OnceLock;
 use mlx_rs::{Device, DeviceType, Stream};
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
-pub use self::calls::arrays;
-pub use self::calls::check;
-pub use self::calls::optional_int;
-pub use self::calls::wait;
-pub use self::calls::{before_writes, call, cast, slice_axis, synchronize, update_axis, Arrays};
+pub use self::calls::{
+    arrays, before_writes, call, cast, check, joined, optional_int, slice_axis, synchronize,
+    update_axis, wait, Arrays,
+};
 pub use self::cumulative::{cumprod, cumsum, cumulative};
-pub use self::host::copy_to;
-pub use self::host::{array_of, elements, host_array, on_device};
+pub use self::host::{array_of, copy_to, elements, host_array, on_device};
 pub use self::shares::shared;
-pub use self::start::unowned_stream;
 use self::start::{adopted, start, Runtime};
-pub use self::start::{blas, version, MLX_VERSION};
+pub use self::start::{blas, unowned_stream, version, MLX_VERSION};
 use crate::error::Result;
 
 static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());

@@ -14,7 +14,7 @@ use super::rows::run as slice;
 use super::scan::{Before, Step};
 use super::sizes::Sizes;
 use crate::error::Result;
-use crate::mlx::cumsum;
+use crate::mlx::{cumsum, joined};
 
 /// The maximum number of bytes of the arrays of one operation.
 const MAX_BYTES: u64 = 128 << 20;
@@ -132,10 +132,7 @@ impl Aligned {
                 }
                 None => parts.push(zeros(n + tail)?),
             }
-            let all = match &parts[..] {
-                [one] => one.clone(),
-                _ => concatenate(&parts, 1)?,
-            };
+            let all = joined(&parts, 1)?;
             let all = all.reshape(&[k_heads, share, n_blocks as i32, BLOCK, dim])?;
             Ok::<_, crate::Error>(all.transpose_axes(&[2, 0, 1, 3, 4])?)
         };

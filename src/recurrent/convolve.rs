@@ -7,7 +7,7 @@ use mlx_rs::{Array, Dtype};
 use super::rows::{check_plan, run, stored, stored_tokens, take};
 use super::{check_shape, on_cuda, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
-use crate::mlx::cast;
+use crate::mlx::{cast, joined};
 
 /// The function that is applied to the sums of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -105,10 +105,7 @@ fn one_chain(
         columns.push(take(expect_slots(slots)?, &before, 0)?);
     }
     columns.push(fresh.clone());
-    let columns = match &columns[..] {
-        [columns] => columns.clone(),
-        _ => concatenate(&columns, 0)?,
-    };
+    let columns = joined(&columns, 0)?;
     if n == 1 {
         return Ok(columns.multiply(weight)?.sum_axes(&[0], true)?);
     }

@@ -198,9 +198,7 @@ mod tests {
     }
 
     fn values(array: &Array) -> Vec<f32> {
-        let flat = array.contiguous().unwrap();
-        flat.eval().unwrap();
-        flat.as_slice::<f32>().to_vec()
+        crate::mlx::elements(&array.contiguous().unwrap()).unwrap()
     }
 
     /// Compares each product with its definition in float64.

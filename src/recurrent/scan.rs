@@ -11,7 +11,7 @@ use super::sizes::Sizes;
 use super::{blocks, check_shape, on_cuda, short, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
 use crate::kernels::recurrent::{Numbers, Operands, Rows, Stored};
-use crate::mlx::cast;
+use crate::mlx::{cast, joined};
 
 /// Lower log decays are clamped to this bound. The decay at this bound is close to 0.
 const MIN_LOG_DECAY: f32 = -88.0;
@@ -163,14 +163,8 @@ fn sizes_of(inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<Sizes> {
     check_shape(inputs.q, "queries", &[1, k_heads, n, k_dim])?;
     check_shape(inputs.k, "keys", &[1, k_heads, n, k_dim])?;
     check_shape(inputs.v, "values", &[1, heads, n, v_dim])?;
-    let decays = match inputs.g.ndim() {
-        3 => 1,
-        _ => k_dim,
-    };
-    match inputs.g.ndim() {
-        3 => check_shape(inputs.g, "decays", &[1, heads, n])?,
-        _ => check_shape(inputs.g, "decays", &[1, heads, n, k_dim])?,
-    }
+    let (n_axes, decays) = if inputs.g.ndim() == 3 { (3, 1) } else { (4, k_dim) };
+    check_shape(inputs.g, "decays", &[1, heads, n, k_dim][..n_axes])?;
     if let Some(beta) = inputs.beta {
         check_shape(beta, "write strengths", &[1, heads, n])?;
     }
@@ -261,13 +255,7 @@ impl Step<'_> {
             keys.push(take(&self.inputs.k, &tokens, 1)?);
             updates.push(self.by_token(|computed| &computed.updates, &tokens)?);
         }
-        let join = |parts: Vec<Array>| -> Result<Array> {
-            match &parts[..] {
-                [one] => Ok(one.clone()),
-                _ => Ok(concatenate(&parts, 1)?),
-            }
-        };
-        Ok(Before { keys: join(keys)?, updates: join(updates)? })
+        Ok(Before { keys: joined(&keys, 1)?, updates: joined(&updates, 1)? })
     }
 
     /// Returns a state `[k_heads, share, k_dim, v_dim]`, or `None` if it is zero.
@@ -318,10 +306,8 @@ impl Step<'_> {
 
     /// Returns one of the arrays of results, with the rows of these tokens.
     fn by_token(&self, part: impl Fn(&Computed) -> &Array, tokens: &[i32]) -> Result<Array> {
-        let all = match &self.computed[..] {
-            [one] => part(one).clone(),
-            parts => concatenate(&parts.iter().map(part).collect::<Vec<_>>(), 1)?,
-        };
+        let parts: Vec<Array> = self.computed.iter().map(part).cloned().collect();
+        let all = joined(&parts, 1)?;
         let mut at = vec![-1; self.inputs.k.dim(1) as usize];
         for (row, token) in self.order.iter().enumerate() {
             if let Some(at) = token.and_then(|token| at.get_mut(token)) {
@@ -356,8 +342,7 @@ impl Step<'_> {
             .collect::<Result<Vec<_>>>()?;
         let anchors = match &kept[..] {
             [] => None,
-            [one] => Some(one.clone()),
-            _ => Some(concatenate(&kept, 2)?),
+            kept => Some(joined(kept, 2)?),
         };
         let rows = RecurrentRows { rows: [Some(keys), Some(updates)], anchors };
         Ok((cast(&out, dtype)?, rows))

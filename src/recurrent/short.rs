@@ -10,7 +10,7 @@ use super::rows::{run as slice, take};
 use super::scan::{Before, Step};
 use super::sizes::Sizes;
 use crate::error::Result;
-use crate::mlx::cumsum;
+use crate::mlx::{cumsum, joined};
 
 /// Computes groups of tokens.
 pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
@@ -218,10 +218,7 @@ impl Batch {
                 None => Ok(Array::zeros::<f32>(&shape)?),
             })
             .collect::<Result<Vec<Array>>>()?;
-        match &states[..] {
-            [one] => Ok(Some(one.clone())),
-            _ => Ok(Some(concatenate(&states, 0)?)),
-        }
+        joined(&states, 0).map(Some)
     }
 
     /// Returns `[groups, k_heads, share, n, dim]` as `[heads, groups * n, dim]`.
