@@ -2,7 +2,8 @@
 
 use mlx_rs::transforms::eval;
 
-use super::planes::{with_rows, Planes};
+use super::planes::with_rows;
+use super::Pool;
 use crate::error::{fail, Result};
 use crate::mlx;
 use etkv_core::bookkeeping::Slots;
@@ -10,9 +11,13 @@ use etkv_core::bookkeeping::Slots;
 /// Exchanges the axes of the heads and of the slots.
 const EXCHANGED: [i32; 4] = [0, 2, 1, 3];
 
-impl Planes {
-    /// Copies the rows of a plane to `bytes`. Waits until they are computed.
-    pub fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
+impl Pool {
+    /// Copies the rows of a plane to `bytes`: slot by slot, with the heads of a slot next to each other. Waits until
+    /// they are computed.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub(super) fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
         let rows = self.taken(plane, slots)?;
         let rows = rows.transpose_axes(&EXCHANGED)?.contiguous()?;
@@ -20,8 +25,11 @@ impl Planes {
         mlx::copy_to(&rows, bytes)
     }
 
-    /// Writes rows of a plane. Waits until they are written.
-    pub fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
+    /// Writes bytes that [`copy_out`](Self::copy_out) copied. Waits until they are written.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub(super) fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
         let (width, dtype) = (self.layout[plane].width, self.layout[plane].dtype);
         let shape = [1, slots.len() as i32, self.n_kv_heads, width];

@@ -1,13 +1,13 @@
 //! The trait of a storage format: it converts rows to planes and computes with planes.
 
-use mlx_rs::ops::{concatenate, matmul};
+use mlx_rs::ops::matmul;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::planes::{self, Layout, Parts, HEADS, SLOTS};
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
-use crate::mlx::{self, slice_axis};
+use crate::mlx::{self, joined, slice_axis};
 
 /// A storage format for rows of one `head_dim`.
 pub trait Codec: Send + Sync {
@@ -130,11 +130,10 @@ pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
         }
         scores.push(part);
     }
-    match scores.len() {
-        0 => fail!(Internal, "expected at least 1 row to attend to, got none"),
-        1 => Ok(scores.swap_remove(0)),
-        _ => Ok(concatenate(&scores, -1)?),
+    if scores.is_empty() {
+        fail!(Internal, "expected at least 1 row to attend to, got none");
     }
+    joined(&scores, -1)
 }
 
 /// Computes [`Codec::weighted`] with at most one block of unpacked rows in memory.

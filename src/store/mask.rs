@@ -72,11 +72,6 @@ mod tests {
 
     use super::*;
 
-    fn bools(array: &Array) -> Vec<bool> {
-        array.eval().unwrap();
-        array.as_slice::<bool>().to_vec()
-    }
-
     fn append(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) {
         book.begin_step(sequences).unwrap();
         book.plan(positions).unwrap();
@@ -123,7 +118,7 @@ mod tests {
                 [array(&mask)?, of_bytes(&mask)?, of_runs(&mask, most)?, of_runs(&mask, most + 2)?]
             {
                 assert_eq!(made.shape(), [3, mask.n_slots() as i32]);
-                assert_eq!(bools(&made), expected);
+                assert_eq!(mlx::elements::<bool>(&made)?, expected);
             }
             Ok(())
         })
@@ -135,7 +130,7 @@ mod tests {
         mlx::run(|| {
             let mask = mask_of(&mut two_runs(1000, 5), &[0, 1], &[5, 5]);
             assert_eq!(mask.runs(0).len(), 1);
-            assert_eq!(bools(&of_runs(&mask, 1)?), expected(&mask)?);
+            assert_eq!(mlx::elements::<bool>(&of_runs(&mask, 1)?)?, expected(&mask)?);
             Ok(())
         })
         .unwrap();

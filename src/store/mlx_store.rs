@@ -15,7 +15,7 @@ use mlx_rs::Array;
 use tracing::debug;
 
 use super::finite::Finite;
-use super::{convert, float_dtype, mask, pool_for, KvView, Piece, Pool, StoredRows};
+use super::{convert, float_dtype, mask, KvView, Piece, Pool, StoredRows};
 use crate::error::{self, fail};
 use crate::mlx;
 
@@ -23,7 +23,7 @@ use crate::mlx;
 /// calls between steps enter MLX themselves.
 pub struct MlxStore {
     id: u64,
-    pools: Vec<[Box<dyn Pool>; 2]>,
+    pools: Vec<[Pool; 2]>,
     sizes: Vec<StoreLayer>,
     /// The watched writes of the open step.
     finite: Finite,
@@ -56,17 +56,7 @@ impl MlxStore {
     pub fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
         pools.iter().all(|pool| pool.base() == 0).then_some(())?;
-        Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
-    }
-
-    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each. Returns `None`
-    /// unless both are stored as floats and no slots are frozen.
-    #[cfg(test)]
-    pub fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
-        let [k, v] = self.pools.get(layer)?;
-        (k.base() == 0 && v.base() == 0).then_some(())?;
-        float_dtype(k.format()).and(float_dtype(v.format()))?;
-        Some([*k.buffers().first()?, *v.buffers().first()?])
+        Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers().iter().collect())))
     }
 
     fn buffers(&self) -> impl Iterator<Item = &Array> {
@@ -131,14 +121,14 @@ impl MlxStore {
         &mut self,
         formats: [KvFormat; 2],
         slots: &[i32],
-    ) -> error::Result<Vec<Option<Box<dyn Pool>>>> {
+    ) -> error::Result<Vec<Option<Pool>>> {
         let mut all = Vec::new();
         let layers = self.pools.iter_mut().zip(&self.sizes);
         for ((pools, sizes), &slots) in layers.zip(slots) {
             for (pool, format) in pools.iter_mut().zip(sizes.formats(formats)) {
                 let mut fresh = match pool.format() == format {
                     true => None,
-                    false => Some(pool_for(format, pool.n_kv_heads(), pool.head_dim())?),
+                    false => Some(Pool::new(format, pool.n_kv_heads, pool.head_dim())?),
                 };
                 let target = fresh.as_mut().unwrap_or(pool);
                 if target.slots() < slots {
@@ -194,8 +184,8 @@ impl Store for MlxStore {
         let pools = layers.iter().map(|layer| {
             let formats = layer.formats(formats);
             Ok([
-                pool_for(formats[0], layer.heads[0], layer.dims[0])?,
-                pool_for(formats[1], layer.heads[1], layer.dims[1])?,
+                Pool::new(formats[0], layer.heads[0], layer.dims[0])?,
+                Pool::new(formats[1], layer.heads[1], layer.dims[1])?,
             ])
         });
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -218,7 +208,7 @@ impl Store for MlxStore {
         [k, v].map(|pool| Extent {
             format: pool.format(),
             slots: pool.slots(),
-            shared: pool.shared(),
+            shared: pool.shared,
         })
     }
 
@@ -384,7 +374,7 @@ impl Store for MlxStore {
             }
             // No error is possible below. If an error occurred earlier, the frozen rows still belong to this
             // store alone.
-            let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
+            let share = |(pools, &end): (&mut [Pool; 2], &i32)| {
                 pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
             };
             let frozen = FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect());

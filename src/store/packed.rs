@@ -2,12 +2,12 @@
 
 use std::ffi::CStr;
 
-use mlx_rs::ops::{concatenate, repeat_axis};
+use mlx_rs::ops::repeat_axis;
 use mlx_rs::{Array, Dtype};
 use mlx_sys::mlx_optional_dtype;
 
 use crate::error::{fail, Result};
-use crate::mlx::{self, call, cast, optional_int, slice_axis};
+use crate::mlx::{self, call, cast, joined, optional_int, slice_axis};
 
 /// A packed layout of MLX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,27 +104,26 @@ impl PackedRows {
                 packed.fit_for_device()?.whole_product(&of(x)?, transposed)
             })
             .collect::<Result<Vec<_>>>()?;
-        Ok(concatenate(&products, 1)?)
+        joined(&products, 1)
     }
 
     fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
-        let fit = self;
-        let (group, bits) = (optional_int(fit.layout.group()), optional_int(fit.layout.bits()));
+        let (group, bits) = (optional_int(self.layout.group()), optional_int(self.layout.bits()));
         // SAFETY: an empty handle means an absent array and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
-        let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
+        let offsets = self.offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
         call(|made, stream| unsafe {
             mlx_sys::mlx_quantized_matmul(
                 made,
                 x.as_ptr(),
-                fit.codes.as_ptr(),
-                fit.scales.as_ptr(),
+                self.codes.as_ptr(),
+                self.scales.as_ptr(),
                 offsets,
                 transposed,
                 group,
                 bits,
-                fit.layout.mode().as_ptr(),
+                self.layout.mode().as_ptr(),
                 stream,
             )
         })

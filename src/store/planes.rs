@@ -1,5 +1,5 @@
-//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in place. The first
-//! slots of a pool may be in frozen pieces instead.
+//! The buffers of a pool. Each is `[1, n_kv_heads, slots, width]` and is written in place. The first slots of a pool
+//! may be in frozen pieces instead.
 
 pub mod regions;
 
@@ -10,7 +10,7 @@ use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use self::regions::Piece;
+use super::Pool;
 use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;
@@ -58,41 +58,23 @@ pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Resu
     parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
 }
 
-/// The buffers of a pool, all with the same number of slots, and the frozen pieces that precede them.
-pub(super) struct Planes {
-    pub(super) n_kv_heads: i32,
-    pub(super) layout: Layout,
-    /// One buffer for each plane, or none if the pool has no slots. There are no other handles of the buffers, so
-    /// writes happen in place.
-    pub(super) buffers: Parts,
-    /// The frozen rows of the first slots. The first slot of the buffers follows these slots.
-    pub(super) pieces: Vec<Piece>,
-    /// The number of first slots that other pools may read too.
-    pub(super) shared: i32,
-}
-
-impl Planes {
-    pub fn new(n_kv_heads: i32, layout: Layout) -> Self {
-        Self { n_kv_heads, layout, buffers: Parts::new(), pieces: Vec::new(), shared: 0 }
-    }
-
-    pub fn n_kv_heads(&self) -> i32 {
-        self.n_kv_heads
-    }
-
-    pub fn slots(&self) -> i32 {
+impl Pool {
+    /// Returns the number of allocated slots.
+    pub(super) fn slots(&self) -> i32 {
         self.base() + self.own_slots()
     }
 
-    pub(super) fn own_slots(&self) -> i32 {
+    fn own_slots(&self) -> i32 {
         self.buffers.first().map_or(0, |buffer| buffer.dim(SLOTS as i32))
     }
 
-    pub fn buffers(&self) -> &[Array] {
+    /// Returns the buffers, for evaluation. They do not contain frozen rows.
+    pub(super) fn buffers(&self) -> &[Array] {
         &self.buffers
     }
 
-    pub fn release(&mut self) {
+    /// Frees the buffers.
+    pub(super) fn release(&mut self) {
         self.buffers.clear();
         self.pieces.clear();
         self.shared = 0;
@@ -102,8 +84,12 @@ impl Planes {
         Ok(zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?)
     }
 
-    /// Grows the buffers; new slots are zero. The old buffers exist until the new ones are complete.
-    pub fn grow(&mut self, slots: i32) -> Result<()> {
+    /// Grows to `slots` slots and keeps the rows; never shrinks. New slots are zero. The old and the new buffers are
+    /// both in memory until the rows are copied.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
+    pub(super) fn grow(&mut self, slots: i32) -> Result<()> {
         let (slots, before) = (slots - self.base(), self.own_slots());
         if slots <= before {
             return Ok(());
@@ -129,7 +115,7 @@ impl Planes {
     }
 
     /// Refuses sizes that the system cannot allocate: MLX's CPU build would write to address 0.
-    pub(super) fn check_memory(&self, slots: i32) -> Result<()> {
+    fn check_memory(&self, slots: i32) -> Result<()> {
         if mlx::on_gpu()? {
             return Ok(());
         }
@@ -146,8 +132,11 @@ impl Planes {
         Ok(())
     }
 
-    /// Rolls back writes that were not evaluated.
-    pub fn roll_back(&mut self) -> Result<()> {
+    /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub(super) fn roll_back(&mut self) -> Result<()> {
         let slots = self.own_slots();
         let before = self
             .layout
@@ -164,7 +153,7 @@ impl Planes {
     }
 
     /// Writes one array for each plane, with a row for each slot.
-    pub fn write(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
+    pub(super) fn write_parts(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
         }
@@ -190,7 +179,7 @@ impl Planes {
     }
 
     /// Returns the slots from `start` to `stop`: views if they are in one region, otherwise joined copies.
-    pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
+    pub(super) fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
         if start < 0 || stop < start || stop > self.slots() || self.slots() == 0 {
             fail!(
                 Internal,
@@ -202,7 +191,7 @@ impl Planes {
     }
 
     /// Returns copies of these slots, which are not evaluated yet.
-    pub fn copy(&self, slots: &Slots) -> Result<Parts> {
+    pub(super) fn copied_parts(&self, slots: &Slots) -> Result<Parts> {
         if slots.is_empty() || slots.end() > self.slots() {
             fail!(
                 Internal,

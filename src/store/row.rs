@@ -37,38 +37,29 @@ impl Row {
         Self { element, head_dim }
     }
 
-    /// Returns the integers in MLX's affine layout, with the scale of the row and an offset of -8 times the scale.
-    /// Returns `None` if `head_dim` is not a multiple of 32.
-    fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<PackedRows>> {
+    /// Returns the rows in a packed layout of MLX, or `None` if `head_dim` is not a multiple of 32. Integers have the
+    /// affine layout, with the scale of the row and an offset of -8 times the scale. E2M1 elements have the mxfp4
+    /// layout, with scales of 1.
+    fn packed(&self, codes: &Array, scales: &Array) -> Result<Option<PackedRows>> {
         let Some(group) = [128, 64, 32].into_iter().find(|group| self.head_dim % group == 0) else {
             return Ok(None);
         };
         let mut shape = scales.shape().to_vec();
-        shape[3] = self.head_dim / group;
-        let scales = cast(scales, Dtype::Float32)?;
-        let offsets = scales.multiply(Array::from_f32(-8.0))?;
-        Ok(Some(PackedRows {
-            layout: Layout::Affine { bits: 4, group },
-            codes: codes.clone(),
-            scales: broadcast_to(scales, &shape)?,
-            offsets: Some(broadcast_to(offsets, &shape)?),
-        }))
-    }
-
-    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. Returns `None` if `head_dim` is not a
-    /// multiple of 32.
-    fn fp4(&self, codes: &Array) -> Result<Option<PackedRows>> {
-        if self.head_dim % 32 != 0 {
-            return Ok(None);
-        }
-        let mut shape = codes.shape().to_vec();
-        shape[3] = self.head_dim / 32;
-        Ok(Some(PackedRows {
-            layout: Layout::Mxfp4,
-            codes: codes.clone(),
-            scales: full::<u8>(&shape, Array::from_slice(&[127u8], &[1]))?,
-            offsets: None,
-        }))
+        let (layout, scales, offsets) = match self.element {
+            Element::Int4 => {
+                shape[3] = self.head_dim / group;
+                let scales = cast(scales, Dtype::Float32)?;
+                let offsets = scales.multiply(Array::from_f32(-8.0))?;
+                let offsets = broadcast_to(offsets, &shape)?;
+                (Layout::Affine { bits: 4, group }, broadcast_to(scales, &shape)?, Some(offsets))
+            }
+            Element::Fp4 => {
+                shape[3] = self.head_dim / 32;
+                let ones = full::<u8>(&shape, Array::from_slice(&[127u8], &[1]))?;
+                (Layout::Mxfp4, ones, None)
+            }
+        };
+        Ok(Some(PackedRows { layout, codes: codes.clone(), scales, offsets }))
     }
 }
 
@@ -131,35 +122,24 @@ impl Codec for Row {
 
     fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
         let [codes, scales] = exactly::<2>(parts)?;
+        let Some(packed) = self.packed(codes, scales)? else {
+            return scores_in_blocks(self, q, parts);
+        };
+        let scores = packed.product(q, true)?;
         match self.element {
-            Element::Int4 => match self.integers(codes, scales)? {
-                Some(packed) => packed.product(q, true),
-                None => scores_in_blocks(self, q, parts),
-            },
-            Element::Fp4 => match self.fp4(codes)? {
-                Some(packed) => {
-                    let scales = cast(scales, q.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
-                    Ok(packed.product(q, true)?.multiply(scales)?)
-                }
-                None => scores_in_blocks(self, q, parts),
-            },
+            Element::Int4 => Ok(scores),
+            Element::Fp4 => Ok(scores.multiply(by_slot(scales, q.dtype())?)?),
         }
     }
 
     fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
         let [codes, scales] = exactly::<2>(parts)?;
+        let Some(packed) = self.packed(codes, scales)? else {
+            return weighted_in_blocks(self, p, parts);
+        };
         match self.element {
-            Element::Int4 => match self.integers(codes, scales)? {
-                Some(packed) => packed.product(p, false),
-                None => weighted_in_blocks(self, p, parts),
-            },
-            Element::Fp4 => match self.fp4(codes)? {
-                Some(packed) => {
-                    let scales = cast(scales, p.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
-                    packed.product(&p.multiply(scales)?, false)
-                }
-                None => weighted_in_blocks(self, p, parts),
-            },
+            Element::Int4 => packed.product(p, false),
+            Element::Fp4 => packed.product(&p.multiply(by_slot(scales, p.dtype())?)?, false),
         }
     }
 
@@ -169,4 +149,9 @@ impl Codec for Row {
             _ => Ok(super::codec::MAX_IN_BLOCKS),
         }
     }
+}
+
+/// Returns the scales of rows, `[1, n_kv_heads, n, 1]`, as `[1, n_kv_heads, 1, n]`.
+fn by_slot(scales: &Array, dtype: Dtype) -> Result<Array> {
+    Ok(cast(scales, dtype)?.transpose_axes(&[0, 1, 3, 2])?)
 }

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use mlx_rs::ops::indexing::take_axis;
-use mlx_rs::ops::{concatenate, maximum};
+use mlx_rs::ops::maximum;
 use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
-use super::{indices, Parts, Planes, SLOTS};
+use super::{indices, Parts, SLOTS};
 use crate::error::{fail, Result};
-use crate::mlx::slice_axis;
+use crate::mlx::{joined, slice_axis};
+use crate::store::Pool;
 use etkv_core::bookkeeping::Slots;
 
 /// The planes of a piece. The arrays are computed and never written.
@@ -29,42 +30,24 @@ pub struct Piece {
     slots: i32,
 }
 
-/// Concatenates rows. Returns a single array without a copy.
-fn joined(parts: &[Array]) -> Result<Array> {
-    match parts {
-        [one] => Ok(one.clone()),
-        several => Ok(concatenate(several, SLOTS as i32)?),
-    }
-}
-
 /// Returns rows in memory that no other array shares, even if they are a single array.
 fn copied(parts: &[Array]) -> Result<Array> {
     match parts {
         // MLX would return the array itself as its copy.
         [one] => Ok(maximum(one, one)?),
-        several => joined(several),
+        several => joined(several, SLOTS as i32),
     }
 }
 
-impl Planes {
-    /// Returns the first slot of the pool's own buffers.
-    pub fn base(&self) -> i32 {
+impl Pool {
+    /// Returns the number of frozen slots. These are the first slots, and the buffers begin after them.
+    pub(in crate::store) fn base(&self) -> i32 {
         self.pieces.iter().map(|piece| piece.slots).sum()
-    }
-
-    /// Returns the number of first slots that other pools may read too.
-    pub fn shared(&self) -> i32 {
-        self.shared
     }
 
     /// Returns views of the slots from `start` to `stop` of a plane: one view for each region that has some of these
     /// slots, but at least one view.
-    pub(in crate::store) fn views(
-        &self,
-        plane: usize,
-        start: i32,
-        stop: i32,
-    ) -> Result<Vec<Array>> {
+    fn views(&self, plane: usize, start: i32, stop: i32) -> Result<Vec<Array>> {
         let frozen = self.pieces.iter().map(|piece| (piece.parts.0.get(plane), piece.slots));
         let own = (self.buffers.get(plane), self.own_slots());
         let mut views = Vec::new();
@@ -93,7 +76,7 @@ impl Planes {
 
     /// Returns the rows of a plane at a run of slots, as a view if they are in one region.
     pub(in crate::store) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
-        joined(&self.views(plane, start, stop)?)
+        joined(&self.views(plane, start, stop)?, SLOTS as i32)
     }
 
     /// Returns the rows of a plane at these slots. There is at least one slot.
@@ -131,9 +114,17 @@ impl Planes {
         })
     }
 
+    /// Copies all frozen rows to the pool's own buffers, which then have all slots.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
+    pub(in crate::store) fn own(&mut self) -> Result<()> {
+        self.own_from(0)
+    }
+
     /// Copies the frozen rows at and after slot `start` to the pool's own buffers. Earlier writes to these buffers
     /// have already been evaluated, so a rollback does not lose them.
-    pub(in crate::store) fn own_from(&mut self, start: i32) -> Result<()> {
+    fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
         }
@@ -156,12 +147,14 @@ impl Planes {
         self.pieces = first_of(&self.pieces, end);
     }
 
-    /// Moves the pool's own rows below `end` into a frozen piece. With `anew`, copies all rows below `end` into a
-    /// single piece. The piece counts as the pool's own until [`share`](Self::share).
+    /// Makes the rows of the first `end` slots read-only: moves the pool's own rows below `end` into a frozen piece.
+    /// With `anew`, copies all rows below `end` into a single piece, even rows that are read-only already. The piece
+    /// counts as the pool's own until [`share`](Self::share). A write to a frozen slot first copies its row, and all
+    /// frozen rows after it, to the pool's own buffers.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
-    pub fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
+    pub(in crate::store) fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
         let slots = self.slots();
         if end < 0 || end > slots {
             fail!(Internal, "cannot freeze {end} slots of a pool of {slots}");
@@ -187,13 +180,16 @@ impl Planes {
     }
 
     /// Returns the frozen rows of the first `end` slots, which other pools may now read.
-    pub fn share(&mut self, end: i32) -> Vec<Piece> {
+    pub(in crate::store) fn share(&mut self, end: i32) -> Vec<Piece> {
         self.shared = self.base();
         first_of(&self.pieces, end)
     }
 
-    /// Makes a pool without slots read frozen rows as its first slots.
-    pub fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
+    /// Makes a pool without slots read frozen rows of its format as its first slots.
+    ///
+    /// # Errors
+    /// [`Internal`](crate::Status::Internal) for rows of another format, or a pool with slots.
+    pub(in crate::store) fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
         if self.slots() > 0 {
             fail!(
                 Internal,
@@ -215,10 +211,14 @@ impl Planes {
 
     /// Writes back rows that an open step may have overwritten, or zeros to slots that it may have written. Slots
     /// that are still frozen are skipped: a write would have copied them to the pool's own buffers.
-    pub fn write_unfrozen(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
+    pub(in crate::store) fn write_unfrozen(
+        &mut self,
+        slots: &Slots,
+        parts: &[Array],
+    ) -> Result<()> {
         let base = self.base();
         if slots.least().is_none_or(|least| least >= base) {
-            return self.write(slots, parts);
+            return self.write_parts(slots, parts);
         }
         let at: Vec<i32> =
             (0..).zip(slots.iter()).filter(|&(_, s)| s >= base).map(|(n, _)| n).collect();
@@ -228,7 +228,7 @@ impl Planes {
         let written: Vec<i32> = slots.iter().filter(|&slot| slot >= base).collect();
         let rows = |part| Ok(take_axis(part, indices(&at)?, SLOTS as i32)?);
         let rows = parts.iter().map(rows).collect::<Result<Parts>>()?;
-        self.write(&Slots::of(&written), &rows)
+        self.write_parts(&Slots::of(&written), &rows)
     }
 }
 

@@ -22,9 +22,9 @@ fn writes_happen_in_place() {
         let all = formats().into_iter().filter(|(format, _)| format.check(128).is_ok());
         for (format, _) in all {
             let slots = 8192;
-            let mut pool = pool_for(format, 4, 128)?;
+            let mut pool = Pool::new(format, 4, 128)?;
             pool.grow(slots)?;
-            let buffer = slots as usize * slot_bytes(&*pool) as usize;
+            let buffer = slots as usize * slot_bytes(&pool) as usize;
             let lists = [
                 Slots::Run(100..116),
                 Slots::List((0..16).map(|at| at * 2 + at / 4).collect()),
@@ -55,9 +55,9 @@ fn writes_happen_in_place() {
 #[test]
 fn growing_holds_no_more_than_both_sizes() {
     run(|| {
-        let mut pool = pool_for(KvFormat::F16, 4, 128)?;
+        let mut pool = Pool::new(KvFormat::F16, 4, 128)?;
         pool.grow(4096)?;
-        let slot = slot_bytes(&*pool) as usize;
+        let slot = slot_bytes(&pool) as usize;
         let peak = peak_of(|| pool.grow(8192))?;
         assert!(peak <= 8192 * slot + (1 << 16), "{peak} bytes to grow to {}", 8192 * slot);
         Ok(())
@@ -75,7 +75,7 @@ fn decoding_does_not_unpack_the_history() {
         let all = formats().into_iter().filter(|(format, _)| format.check(128).is_ok());
         for (format, _) in all.filter(|(format, _)| !format.is_float()) {
             let pool = pool_of(format, &written)?;
-            let packed = n as usize * slot_bytes(&*pool) as usize;
+            let packed = n as usize * slot_bytes(&pool) as usize;
             let peak = peak_of(|| {
                 let spec =
                     AttendSpec { k: pool.read(0, n)?, v: pool.read(0, n)?, mask: Mask::None };

@@ -10,9 +10,10 @@ mod storage;
 
 use mlx_rs::{Array, Dtype};
 
-use super::{pool_for, Pool};
+use super::Pool;
 use crate::error::Result;
 use crate::format::KvFormat;
+use crate::kernels::testing::units;
 use etkv_core::bookkeeping::Slots;
 
 /// Every format, with values of `head_dim` that fit it.
@@ -41,13 +42,8 @@ fn formats() -> Vec<(KvFormat, i32)> {
 
 /// Returns numbers that are roughly normally distributed and the same in every run.
 fn normal(seed: u64, n: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut uniform = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-    };
-    (0..n).map(|_| (0..6).map(|_| uniform()).sum::<f32>() * 1.4).collect()
+    let mut unit = units(seed);
+    (0..n).map(|_| (0..6).map(|_| unit() - 0.5).sum::<f32>() * 1.4).collect()
 }
 
 fn array(values: &[f32], shape: &[i32]) -> Array {
@@ -59,9 +55,7 @@ fn rows(seed: u64, heads: i32, n: i32, dim: i32) -> Array {
 }
 
 fn values(array: &Array) -> Result<Vec<f32>> {
-    let flat = array.as_dtype(Dtype::Float32)?.contiguous()?;
-    flat.eval()?;
-    Ok(flat.as_slice::<f32>().to_vec())
+    crate::mlx::elements(&array.as_dtype(Dtype::Float32)?.contiguous()?)
 }
 
 fn bytes_of(array: &Array) -> Result<Vec<u8>> {
@@ -72,8 +66,13 @@ fn bytes_of(array: &Array) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {
-    let mut pool = pool_for(format, rows.dim(1), rows.dim(3))?;
+/// Returns the unpacked rows of some slots.
+fn read(pool: &Pool, start: i32, stop: i32) -> Result<Vec<f32>> {
+    values(&pool.read(start, stop)?.dequantized(Dtype::Float32)?)
+}
+
+fn pool_of(format: KvFormat, rows: &Array) -> Result<Pool> {
+    let mut pool = Pool::new(format, rows.dim(1), rows.dim(3))?;
     pool.grow(rows.dim(2))?;
     pool.write(&Slots::Run(0..rows.dim(2)), rows)?;
     mlx_rs::transforms::eval(pool.buffers())?;
@@ -81,7 +80,7 @@ fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {
 }
 
 /// Returns the bytes of one slot of `pool`.
-fn slot_bytes(pool: &dyn Pool) -> u64 {
+fn slot_bytes(pool: &Pool) -> u64 {
     let row = pool.format().row_bytes(pool.head_dim() as usize);
-    pool.n_kv_heads() as u64 * row as u64
+    pool.n_kv_heads as u64 * row as u64
 }

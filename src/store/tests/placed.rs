@@ -3,11 +3,12 @@
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{AttendCache, Cache, CacheConfig, Growth, SeqCache};
+use mlx_rs::Array;
 
 use crate::backend::{CellsCache, ContiguousCache, MlxCache, Step};
 use crate::mlx;
 use crate::store::tests::{rows, values};
-use crate::{KvFormat, Result};
+use crate::{KvFormat, MlxStore, Result};
 
 const LAYERS: usize = 2;
 const HEADS: i32 = 3;
@@ -22,6 +23,11 @@ fn config(format: KvFormat) -> CacheConfig {
     let growth = Growth::Doubling { first: 4 };
     let config = CacheConfig::uniform(LAYERS, HEADS, DIM, 32);
     CacheConfig { growth, ..config.stored_as(format) }
+}
+
+/// Returns the buffers of a layer's keys and values.
+fn buffers(store: Option<&MlxStore>, layer: usize) -> [&Array; 2] {
+    store.unwrap().planes(layer).unwrap().map(|(_, buffers)| buffers[0])
 }
 
 /// Runs a step through MLX, and commits it.
@@ -44,7 +50,7 @@ fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     for layer in 0..LAYERS {
         let placed = step.place(layer).unwrap().unwrap();
         let Slots::Run(slots) = placed.write else { panic!("{placed:?}") };
-        for buffer in step.store().unwrap().float_buffers(layer).unwrap() {
+        for buffer in buffers(step.store(), layer) {
             let &[1, heads, n_slots, dim] = buffer.shape() else { panic!("{:?}", buffer.shape()) };
             assert_eq!((heads, dim), (HEADS, DIM));
             let row = buffer.nbytes() / (heads * n_slots) as usize;
@@ -68,11 +74,10 @@ fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
 
 /// Returns the bits of the first `n` rows of each head of all layers.
 fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
-    let store = cache.store().unwrap();
-    let of_buffer = |buffer: &mlx_rs::Array| -> Result<Vec<u8>> {
+    let of_buffer = |buffer: &Array| -> Result<Vec<u8>> {
         super::bytes_of(&mlx::slice_axis(buffer, 2, 0, n, 1)?)
     };
-    let buffers = (0..LAYERS).flat_map(|layer| store.float_buffers(layer).unwrap());
+    let buffers = (0..LAYERS).flat_map(|layer| buffers(cache.store(), layer));
     mlx::run(|| Ok(buffers.map(of_buffer).collect::<Result<Vec<_>>>()?.concat())).unwrap()
 }
 
@@ -82,8 +87,7 @@ fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) 
     assert_eq!(cache.length(), length + 1);
     assert_eq!(bits(cache, length), before, "{what}: after a further step");
     let expected = rows(77, HEADS, 1, DIM);
-    let store = cache.store().unwrap();
-    let [keys, _] = store.float_buffers(0).unwrap();
+    let [keys, _] = buffers(cache.store(), 0);
     let (found, expected) = mlx::run(|| {
         Ok((values(&mlx::slice_axis(keys, 2, length, length + 1, 1)?)?, values(&expected)?))
     })
@@ -103,7 +107,7 @@ fn is_on_cpu() -> bool {
 #[test]
 fn only_steps_that_move_buffers_end_the_epoch_of_mlx() {
     let data = |cache: &ContiguousCache| {
-        let [keys, _] = cache.store().unwrap().float_buffers(0).unwrap();
+        let [keys, _] = buffers(cache.store(), 0);
         // SAFETY: the handle is live, and nothing is read.
         unsafe { mlx_sys::mlx_array_data_uint8(keys.as_ptr()) }
     };

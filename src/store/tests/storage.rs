@@ -95,11 +95,11 @@ fn check_bounds(format: KvFormat, written: &[f32], read: &[f32], dim: usize) {
 fn buffers_have_the_bytes_of_the_format_and_start_as_zeros() {
     run(|| {
         for (format, dim) in formats() {
-            let mut pool = pool_for(format, 3, dim)?;
+            let mut pool = Pool::new(format, 3, dim)?;
             assert_eq!((pool.slots(), pool.buffers().len()), (0, 0));
             pool.grow(7)?;
             let held: usize = pool.buffers().iter().map(|buffer| buffer.nbytes()).sum();
-            assert_eq!(held as u64, 7 * slot_bytes(&*pool), "{format}");
+            assert_eq!(held as u64, 7 * slot_bytes(&pool), "{format}");
             let rows = pool.read(1, 6)?;
             assert_eq!((rows.len(), rows.head_dim(), rows.n_kv_heads()), (5, dim, 3));
             let zeros = values(&rows.dequantized(Dtype::Float32)?)?;
@@ -128,8 +128,7 @@ fn rows_are_as_near_as_the_format_allows() {
                 for dtype in [Dtype::Float32, Dtype::Float16, Dtype::Bfloat16] {
                     let rows = rows.as_dtype(dtype)?;
                     let pool = pool_of(format, &rows)?;
-                    let read = values(&pool.read(0, 9)?.dequantized(Dtype::Float32)?)?;
-                    check_bounds(format, &values(&rows)?, &read, dim);
+                    check_bounds(format, &values(&rows)?, &read(&pool, 0, 9)?, dim);
                 }
             }
         }
@@ -150,7 +149,7 @@ fn rows_beyond_a_format_stay_by_themselves() {
             written[2 * size] = f32::INFINITY;
             written[3 * size + 1] = f32::NAN;
             let pool = pool_of(format, &array(&written, &[1, 1, 5, dim]))?;
-            let read = values(&pool.read(0, 5)?.dequantized(Dtype::Float32)?)?;
+            let read = read(&pool, 0, 5)?;
             for row in [0, 4] {
                 let span = row * size..(row + 1) * size;
                 check_bounds(format, &written[span.clone()], &read[span], size);
@@ -185,8 +184,7 @@ fn rows_are_written_to_the_slots_that_are_named() {
                 let (before, after) = (rows(5, 2, 12, dim), rows(6, 2, n, dim));
                 let mut pool = pool_of(format, &before)?;
                 let other = pool_of(format, &after)?;
-                let mut expected = values(&pool.read(0, 12)?.dequantized(Dtype::Float32)?)?;
-                let fresh = values(&other.read(0, n)?.dequantized(Dtype::Float32)?)?;
+                let (mut expected, fresh) = (read(&pool, 0, 12)?, read(&other, 0, n)?);
                 pool.write(&slots, &after)?;
                 let size = dim as usize;
                 for head in 0..2 {
@@ -196,8 +194,7 @@ fn rows_are_written_to_the_slots_that_are_named() {
                         expected[to..to + size].copy_from_slice(&fresh[from..from + size]);
                     }
                 }
-                let read = values(&pool.read(0, 12)?.dequantized(Dtype::Float32)?)?;
-                assert_eq!(read, expected, "{format} to {slots:?}");
+                assert_eq!(read(&pool, 0, 12)?, expected, "{format} to {slots:?}");
             }
         }
         Ok(())
@@ -211,27 +208,23 @@ fn copies_are_put_back_bit_for_bit() {
         for (format, dim) in formats() {
             for slots in lists() {
                 let mut pool = pool_of(format, &rows(7, 2, 12, dim))?;
-                let all = |pool: &dyn Pool| {
-                    pool.buffers().into_iter().map(bytes_of).collect::<Result<Vec<_>>>()
-                };
-                let before = all(&*pool)?;
+                let all =
+                    |pool: &Pool| pool.buffers().iter().map(bytes_of).collect::<Result<Vec<_>>>();
+                let before = all(&pool)?;
                 let copy = pool.copy(&slots)?;
                 mlx_rs::transforms::eval(copy.arrays())?;
                 assert_eq!(copy.len(), slots.len());
                 pool.write(&slots, &rows(8, 2, slots.len() as i32, dim))?;
-                assert_ne!(all(&*pool)?, before);
+                assert_ne!(all(&pool)?, before);
                 pool.put(&slots, &copy)?;
-                assert_eq!(all(&*pool)?, before, "{format} {slots:?}");
+                assert_eq!(all(&pool)?, before, "{format} {slots:?}");
                 // The other slots.
-                let mut other = pool_for(format, 2, dim)?;
+                let mut other = Pool::new(format, 2, dim)?;
                 other.grow(12)?;
                 other.put(&Slots::Run(0..slots.len() as i32), &copy)?;
                 other.put(&slots, &other.copy(&Slots::Run(0..slots.len() as i32))?)?;
                 let first = slots.iter().next().unwrap();
-                let read = |pool: &dyn Pool| {
-                    values(&pool.read(first, first + 1)?.dequantized(Dtype::Float32)?)
-                };
-                assert_eq!(read(&*other)?, read(&*pool)?);
+                assert_eq!(read(&other, first, first + 1)?, read(&pool, first, first + 1)?);
             }
         }
         Ok(())
@@ -244,19 +237,16 @@ fn growing_keeps_rows_and_adds_zeros() {
     run(|| {
         for (format, dim) in formats() {
             let mut pool = pool_of(format, &rows(9, 2, 5, dim))?;
-            let before = values(&pool.read(0, 5)?.dequantized(Dtype::Float32)?)?;
+            let before = read(&pool, 0, 5)?;
             pool.grow(8)?;
             pool.grow(3)?;
             assert_eq!(pool.slots(), 8);
-            assert_eq!(values(&pool.read(0, 5)?.dequantized(Dtype::Float32)?)?, before);
-            let added = values(&pool.read(5, 8)?.dequantized(Dtype::Float32)?)?;
-            assert!(added.iter().all(|&x| x == 0.0));
+            assert_eq!(read(&pool, 0, 5)?, before);
+            assert!(read(&pool, 5, 8)?.iter().all(|&x| x == 0.0));
             pool.release();
             assert_eq!(pool.slots(), 0);
             pool.grow(2)?;
-            assert!(values(&pool.read(0, 2)?.dequantized(Dtype::Float32)?)?
-                .iter()
-                .all(|x| *x == 0.0));
+            assert!(read(&pool, 0, 2)?.iter().all(|&x| x == 0.0));
         }
         Ok(())
     })
@@ -276,9 +266,8 @@ fn rows_are_converted_to_any_format() {
                 let source = pool.read(0, n)?.dequantized(Dtype::Float32)?;
                 convert(&mut pool, to, n)?;
                 assert_eq!((pool.format(), pool.slots()), (to, 2000));
-                let expected = pool_of(to, &source)?.read(0, n)?.dequantized(Dtype::Float32)?;
-                let read = values(&pool.read(0, n)?.dequantized(Dtype::Float32)?)?;
-                assert!(read == values(&expected)?, "{from} to {to}");
+                let expected = read(&pool_of(to, &source)?, 0, n)?;
+                assert!(read(&pool, 0, n)? == expected, "{from} to {to}");
             }
         }
         let mut pool = pool_of(KvFormat::F16, &rows(10, 1, 4, 80))?;
