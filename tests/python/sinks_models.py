@@ -11,7 +11,7 @@ import tiny_models
 SOFTCAP = 0.8
 """The softcap of the tiny models. Published models have 50, which would hardly change the scores of random weights."""
 
-WINDOW = 100
+WINDOW = 64
 """Number of positions that a window contains."""
 
 _HEADS = {"head_dim": 32}

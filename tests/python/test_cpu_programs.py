@@ -18,7 +18,8 @@ from etkv.errors import EtkvError
 from etkv.export import ExportRequest
 from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
-from reference import EVERYTHING, STORY, Variant
+from reference import STORY, Variant
+from runners import only_long
 from test_draft import hidden_states as first_hidden_states
 from test_outputs import LAST_ROW, TAPPED
 
@@ -36,8 +37,6 @@ VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED, BFLOAT16]
 DRAFT_OF = Variant("tiny-gemma3")
 PROMPT, DECODE = 70, 32
 IDS = list(STORY.encode())
-
-only_long = pytest.mark.skipif(not EVERYTHING, reason="exports once more: make test-long")
 
 
 @pytest.fixture(scope="module")

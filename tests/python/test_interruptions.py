@@ -158,11 +158,9 @@ def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
 _INTERRUPTED = """
 import json, sys
 import etkv
-from reference import PROMPT, config
-import reference
-from reference import Variant
-tiny = reference.program(Variant("tiny-llama"))
-with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+path, PROMPT = sys.argv[1], json.loads(sys.argv[2])
+config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 200)
+with etkv.DecodeSession(config) as session, etkv.load(path, session, logits="last") as program:
     caught = 0
     while caught < 3:
         session.clear()
@@ -187,9 +185,8 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 def test_an_interruption_leaves_the_cache_usable(llama):
     """After Ctrl-C at any time the cache is consistent, and the answer can continue."""
     expected = reference.greedy(llama.hf, {"prompt": PROMPT}, 200)["prompt"].ids
-    environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", _INTERRUPTED]
-    with reference.started(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    words = [sys.executable, "-c", _INTERRUPTED, llama.path, json.dumps(PROMPT)]
+    with reference.started(words, stdout=subprocess.PIPE, text=True) as process:
         for pause in (0.01, 0.05, 0.11):
             assert process.stdout.readline() == "ready\n"
             time.sleep(pause)

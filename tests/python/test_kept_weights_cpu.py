@@ -25,6 +25,7 @@ from etkv.export.scratch import Scratch
 from etkv.linear_op import rounded
 from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
+from runners import only_long
 
 ROWS, COLUMNS = 40, 512
 
@@ -205,7 +206,7 @@ def _error(found: torch.Tensor, expected: Any) -> float:
     return float((found - torch.as_tensor(expected)).std() / found.std())
 
 
-@pytest.mark.skipif(not reference.EVERYTHING, reason="exports once more: make test-long")
+@only_long
 def test_a_program_of_experts_in_two_formats(tiny, tmp_path):
     """The second products of an expert have the integers of the file, and the first are quantized."""
     quantized, _ = test_kept_weights.written(tiny("tiny-qwen3-moe"), tmp_path, "gptq", "down_proj")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import etkv
+import family_comparison
 import sinks_models
 import tiny_programs
 from etkv import CacheConfig, DecodeSession, SeqSession, TreeSession, op
@@ -25,6 +26,7 @@ from etkv.export import ExportRequest, attention, export_program
 from etkv.export.forward import Forward
 from etkv.pte import PteFile
 from etkv.reference import ContiguousCache
+from family_comparison import TransformersLogits
 from reference import EVERYTHING
 from tiny_programs import TOLERANCE, TinyProgram, error, ids
 
@@ -115,40 +117,11 @@ def test_generated_ids(model):
     assert len(answer) == DECODED or expected[-1] in eos
 
 
-def test_a_batch_of_three(model):
-    lengths, steps = (150, 64, 7), 40
-    texts = [ids(length + steps, factor) for length, factor in zip(lengths, (37, 41, 43), strict=True)]
-    with model.session(SeqSession) as session, model.load(session) as program:
-        rows = [
-            [run(program, text, 0, n, sequence)] for sequence, (text, n) in enumerate(zip(texts, lengths, strict=True))
-        ]
-        for step in range(steps):
-            session.begin_step([2, 0, 1])
-            at = [lengths[sequence] + step for sequence in (2, 0, 1)]
-            tokens = [texts[sequence][position] for sequence, position in zip((2, 0, 1), at, strict=True)]
-            together = program.forward(torch.tensor(tokens), torch.tensor(at))
-            for row, sequence in zip(together, (2, 0, 1), strict=True):
-                rows[sequence].append(row[None])
-    for text, of_sequence in zip(texts, rows, strict=True):
-        model.close(torch.cat(of_sequence), model.expected(text))
-
-
-def test_branches_of_a_fork(model):
-    """Two sequences share a prompt and continue with different tokens. Then the first is rewound and reads the tokens
-    of the second.
-    """
-    prompt = 150
-    texts = [ids(prompt) + ids(60, factor) for factor in (37, 41)]
-    with model.session(SeqSession) as session, model.load(session) as program:
-        first = run(program, texts[0], 0, prompt)
-        session.seq_cp(0, 1)
-        rows = [run(program, text, prompt, prompt + 60, sequence) for sequence, text in enumerate(texts)]
-        session.seq_rm(0, prompt - 10)
-        again = run(program, texts[1], prompt - 10, prompt + 60, 0)
-    model.close(first, model.expected(texts[0])[:prompt])
-    for text, found in zip(texts, rows, strict=True):
-        model.close(found, model.expected(text)[prompt:])
-    model.close(again, model.expected(texts[1])[prompt - 10 :])
+def test_rows_are_those_of_transformers(model):
+    """A prompt in chunks and tokens after it, a rewind, a batch, and forks that are rewound."""
+    expected = TransformersLogits(model.transformers)
+    assert family_comparison.difference(family_comparison.runs(model.request.output), expected) == ""
+    expected.check()
 
 
 def test_a_rewound_and_a_saved_text_go_on(model, tmp_path):
