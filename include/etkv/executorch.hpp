@@ -248,18 +248,17 @@ inline Result<void> load_method(
         "the method " + method + " runs on " + kCPUDelegate +
             ", which is not in this process; link etkv::cpu_backend");
   }
-  if (id == nullptr || std::strcmp(id, kMLXBackend) != 0) {
-    if (meta.ok() && meta->uses_backend(kMLXBackend)) {
-      return Error(
-          ETKV_ERROR_UNSUPPORTED,
-          "the method " + method + " runs on MLXBackend, and " +
-              (id == nullptr
-                   ? "etkv's delegate is not in this process; link "
-                     "etkv::mlx_backend"
-                   : "another backend registered that id first; "
-                     "open the program with etkv::open_module, or link or "
-                     "load etkv's delegate before the other"));
-    }
+  if (meta.ok() && meta->uses_backend(kMLXBackend) &&
+      (id == nullptr || std::strcmp(id, kMLXBackend) != 0)) {
+    return Error(
+        ETKV_ERROR_UNSUPPORTED,
+        "the method " + method + " runs on MLXBackend, and " +
+            (id == nullptr
+                 ? "etkv's delegate is not in this process; link "
+                   "etkv::mlx_backend"
+                 : "another backend registered that id first; "
+                   "open the program with etkv::open_module, or link or "
+                   "load etkv's delegate before the other"));
   }
   // Discard an earlier failure on this thread.
   etkv_error_free(etkv_delegate_take_error());

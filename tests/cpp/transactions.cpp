@@ -8,8 +8,6 @@
 namespace etkv::tests {
 namespace {
 
-using ::executorch::aten::Device;
-using ::executorch::aten::DeviceType;
 using ::executorch::aten::DimOrderType;
 using ::executorch::aten::SizesType;
 using ::executorch::aten::StridesType;
@@ -54,47 +52,24 @@ float reals[64 * kVocabulary];
 /// logits cannot be stored.
 std::vector<Fault> output_faults() {
   const auto shape = ETKV_ERROR_SHAPE;
+  const char* const unfit = "output 0: the host's tensor cannot have";
+  const std::vector<SizesType> sizes = {1, kMaxTokens, kVocabulary};
+  const auto fixed = ::executorch::extension::for_blob(reals, {1, 1, 2})
+                         .dynamism(TensorShapeDynamism::STATIC)
+                         .make_tensor_ptr();
+  const auto small = from_blob(reals, {1, 1, kVocabulary - 1});
+  const auto flat = from_blob(reals, {64, kVocabulary});
+  const auto nowhere = from_blob(nullptr, sizes);
+  const auto quantized = from_blob(reals, sizes, ScalarType::QInt8);
   return {
-      {"a fixed output",
-       shape,
-       "output 0: the host's tensor cannot have",
-       replace(
-           kLogits,
-           from_blob(
-               reals,
-               {1, 1, 2},
-               ScalarType::Float,
-               Device(DeviceType::CPU),
-               TensorShapeDynamism::STATIC))},
-      {"a small output",
-       shape,
-       "output 0: the host's tensor cannot have",
-       replace(
-           kLogits,
-           from_blob(
-               reals,
-               {1, 1, kVocabulary - 1},
-               ScalarType::Float,
-               Device(DeviceType::CPU),
-               TensorShapeDynamism::DYNAMIC_BOUND))},
-      {"another rank",
-       shape,
-       "output 0: the host's tensor cannot have",
-       replace(
-           kLogits, from_blob(reals, {64, kVocabulary}, ScalarType::Float))},
-      {"no memory",
-       shape,
-       "a tensor with memory",
-       replace(
-           kLogits,
-           from_blob(
-               nullptr, {1, kMaxTokens, kVocabulary}, ScalarType::Float))},
+      {"a fixed output", shape, unfit, replace(kLogits, fixed)},
+      {"a small output", shape, unfit, replace(kLogits, small)},
+      {"another rank", shape, unfit, replace(kLogits, flat)},
+      {"no memory", shape, "a tensor with memory", replace(kLogits, nowhere)},
       {"a dtype that MLX lacks",
        ETKV_ERROR_UNSUPPORTED,
        "dtype",
-       replace(
-           kLogits,
-           from_blob(reals, {1, kMaxTokens, kVocabulary}, ScalarType::QInt8))},
+       replace(kLogits, quantized)},
       {"no tensor",
        shape,
        "expected a tensor to write to",
