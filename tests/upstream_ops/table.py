@@ -66,7 +66,7 @@ def _files() -> dict[str, str]:
     """Return the file of each operation."""
     table = (ROOT / "crates" / "etkv-mlx-program" / "src" / "ops" / "mod.rs").read_text()
     files = dict(ELSEWHERE)
-    for name, module in re.findall(r"^    (\w+)Node: \w+ => (\w+)::\w+,$", table, re.MULTILINE):
+    for name, module in re.findall(r"^    (\w+)Node: \w+ => (\w+)::\w+(?:\(\w+\))?,$", table, re.MULTILINE):
         path = ROOT / "crates" / "etkv-mlx-program" / "src" / "ops" / f"{module}.rs"
         files[name] = path.name if path.exists() else f"{module}/"
     return files
