@@ -61,7 +61,7 @@ def test_an_export_needs_less_memory_than_its_weights(tmp_path):
 
     sizes = {"vocab_size": 64_000, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(tiny_models._llama(**sizes, tie_word_embeddings=True))
+        shapes = AutoModelForCausalLM.from_config(tiny_models.config("LlamaConfig", **sizes, tie_word_embeddings=True))
     folder = tmp_path / "model"
     tiny_models.tokenizer().save_pretrained(folder)
     shapes.config.save_pretrained(folder)

@@ -41,71 +41,18 @@ _CHAT_TEMPLATE = (
 )
 
 
-def _llama(**overrides):
-    from transformers import LlamaConfig
+def config(name: str, **settings):
+    """Return a configuration of transformers' class ``name`` with :data:`SHAPE` and ``settings``."""
+    import transformers
 
-    return LlamaConfig(**{**SHAPE, **overrides})
-
-
-def _qwen2(**overrides):
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**{**SHAPE, **overrides})
-
-
-def _qwen3(**overrides):
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**{**SHAPE, "head_dim": 32, **overrides})
-
-
-def _mistral(**overrides):
-    from transformers import MistralConfig
-
-    return MistralConfig(**{**SHAPE, "head_dim": 16, **overrides})
-
-
-def _gemma3(**overrides):
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(**{**SHAPE, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 64, **overrides})
-
-
-def _phi(**overrides):
-    from transformers import PhiConfig
-
-    return PhiConfig(**{**SHAPE, **overrides})
-
-
-def _phi3(**overrides):
-    from transformers import Phi3Config
-
-    return Phi3Config(**{**SHAPE, **overrides})
-
-
-def _smollm3(**overrides):
-    from transformers import SmolLM3Config
-
-    return SmolLM3Config(**{**SHAPE, **overrides})
-
-
-def _mixtral(**overrides):
-    from transformers import MixtralConfig
-
-    return MixtralConfig(**{**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, **overrides})
-
-
-def _qwen3_moe(**overrides):
-    from transformers import Qwen3MoeConfig
-
-    shape = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-    return Qwen3MoeConfig(**{**SHAPE, **shape, "norm_topk_prob": True, **overrides})
+    return getattr(transformers, name)(**{**SHAPE, **settings})
 
 
 CONFIGS = {
-    "tiny-llama": lambda: _llama(tie_word_embeddings=True),
-    "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_key_value_heads=1),
-    "tiny-llama3": lambda: _llama(
+    "tiny-llama": lambda: config("LlamaConfig", tie_word_embeddings=True),
+    "tiny-llama-untied": lambda: config("LlamaConfig", tie_word_embeddings=False, num_key_value_heads=1),
+    "tiny-llama3": lambda: config(
+        "LlamaConfig",
         tie_word_embeddings=True,
         rope_parameters={
             "rope_type": "llama3",
@@ -116,27 +63,35 @@ CONFIGS = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "tiny-qwen2": lambda: _qwen2(tie_word_embeddings=True),
-    "tiny-qwen3": lambda: _qwen3(tie_word_embeddings=True),
+    "tiny-qwen2": lambda: config("Qwen2Config", tie_word_embeddings=True),
+    "tiny-qwen3": lambda: config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
     # Windows in every layer, and in only the second layer.
-    "tiny-mistral-window": lambda: _mistral(tie_word_embeddings=True, sliding_window=64),
-    "tiny-qwen2-mixed": lambda: _qwen2(
-        tie_word_embeddings=True, use_sliding_window=True, sliding_window=64, max_window_layers=1
+    "tiny-mistral-window": lambda: config("MistralConfig", head_dim=16, tie_word_embeddings=True, sliding_window=64),
+    "tiny-qwen2-mixed": lambda: config(
+        "Qwen2Config", tie_word_embeddings=True, use_sliding_window=True, sliding_window=64, max_window_layers=1
     ),
-    "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False),
+    "tiny-qwen3-untied": lambda: config("Qwen3Config", head_dim=32, tie_word_embeddings=False),
     # The first layer has a window, the second has full history. Their rotary bases differ.
-    "tiny-gemma3": lambda: _gemma3(sliding_window_pattern=2),
-    "tiny-phi": lambda: _phi(tie_word_embeddings=False),
-    "tiny-phi3": lambda: _phi3(
+    "tiny-gemma3": lambda: config(
+        "Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=24, sliding_window=64, sliding_window_pattern=2
+    ),
+    "tiny-phi": lambda: config("PhiConfig", tie_word_embeddings=False),
+    "tiny-phi3": lambda: config(
+        "Phi3Config",
         tie_word_embeddings=False,
         sliding_window=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
     # The second layer has no rotary embedding.
-    "tiny-smollm3": lambda: _smollm3(no_rope_layer_interval=2),
-    "tiny-mixtral": lambda: _mixtral(),
+    "tiny-smollm3": lambda: config("SmolLM3Config", no_rope_layer_interval=2),
+    "tiny-mixtral": lambda: config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
     # The second layer has no experts.
-    "tiny-qwen3-moe": lambda: _qwen3_moe(mlp_only_layers=[1]),
+    "tiny-qwen3-moe": lambda: config(
+        "Qwen3MoeConfig",
+        **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
 }
 """Model name -> function that returns its transformers configuration."""
 
