@@ -14,8 +14,9 @@ import reference
 from reference import Program
 from runners import runner, with_longer_context
 
+IDS = [5 + number * 7 % 50 for number in range(60)]
+"""Ids of a text."""
 SYSTEM = "Call a tool, or say that you do not know."
-MODELS = ["llama", "windows"]
 TURNS = 20
 
 
@@ -24,9 +25,10 @@ def llama() -> Program:
     return with_longer_context("tiny-llama", backend="cpu")
 
 
-@pytest.fixture(scope="module")
-def windows() -> Program:
-    return with_longer_context("tiny-mistral-window", backend="cpu")
+@pytest.fixture(scope="module", params=["tiny-llama", "tiny-mistral-window"])
+def each(request) -> Program:
+    """A program with full history, and one with windows."""
+    return with_longer_context(request.param, backend="cpu")
 
 
 def session(program: Program, **options: object) -> etkv.DecodeSession:
@@ -41,18 +43,17 @@ def shared(a: list[int], b: list[int]) -> int:
 def test_texts_that_are_read_ahead_are_in_memory(llama, tmp_path):
     model = etkv.fingerprint(llama.path)
     store = etkv.PrefixStore(tmp_path / "texts", 64 << 20)
-    ids = [5 + i * 7 % 50 for i in range(60)]
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        program.forward(ids, list(range(60)))
-        assert store.save(cache, ids, fingerprint=model)
+        program.forward(IDS, list(range(60)))
+        assert store.save(cache, IDS, fingerprint=model)
         cache.rewind(50)
         expected = program.forward([9], [50])
     prefixes = etkv.PrefixCache(store=store)
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        assert not etkv.PrefixCache().prefetch(cache, ids[:50], fingerprint=model)
+        assert not etkv.PrefixCache().prefetch(cache, IDS[:50], fingerprint=model)
         with pytest.raises(etkv.EtkvError, match="the fingerprint is empty"):
-            prefixes.prefetch(cache, ids, fingerprint="")
-        assert prefixes.prefetch(cache, ids[:50], fingerprint=model)
+            prefixes.prefetch(cache, IDS, fingerprint="")
+        assert prefixes.prefetch(cache, IDS[:50], fingerprint=model)
         until = time.monotonic() + 60
         while prefixes.statistics().ahead_waiting > 0 and time.monotonic() < until:
             time.sleep(0.005)
@@ -60,23 +61,22 @@ def test_texts_that_are_read_ahead_are_in_memory(llama, tmp_path):
         assert (found.ahead_waiting, found.ahead_read, found.tokens_ahead, found.ahead_failed) == (0, 1, 50, 0)
         assert cache.length == 0
         shutil.rmtree(tmp_path / "texts")
-        assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50
+        assert prefixes.attach(cache, IDS[:50], fingerprint=model) == 50
         assert (prefixes.statistics().tokens_in_memory, prefixes.statistics().tokens_in_store) == (50, 0)
         assert (program.forward([9], [50]) == expected).all()
         prefixes.clear()
         # Reading ahead fails, because the folder was removed.
-        assert prefixes.prefetch(cache, ids, fingerprint=model)
+        assert prefixes.prefetch(cache, IDS, fingerprint=model)
         while prefixes.statistics().ahead_waiting > 0 and time.monotonic() < until:
             time.sleep(0.005)
         assert prefixes.statistics().ahead_failed == 1
 
 
 def test_a_prefix_is_shared(llama):
-    ids = [5 + i * 7 % 50 for i in range(60)]
     with session(llama) as first, etkv.load(llama.path, first) as program:
         with pytest.raises(etkv.EtkvError, match="the cache is empty"):
             first.freeze()
-        program.forward(ids, list(range(60)))
+        program.forward(IDS, list(range(60)))
         prefix = first.freeze()
         assert (prefix.length, prefix.rewindable_to) == (60, 1)
         assert prefix.nbytes == first.memory().shared > 0
@@ -106,21 +106,20 @@ def test_kept_texts(llama, tmp_path):
     model = etkv.fingerprint(llama.path)
     store = etkv.PrefixStore(tmp_path, 64 << 20)
     prefixes = etkv.PrefixCache(store=store)
-    ids = [5 + i * 7 % 50 for i in range(60)]
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        assert prefixes.attach(cache, ids, fingerprint=model) == 0
-        program.forward(ids, list(range(60)))
-        assert prefixes.keep(cache, ids, fingerprint=model)
+        assert prefixes.attach(cache, IDS, fingerprint=model) == 0
+        program.forward(IDS, list(range(60)))
+        assert prefixes.keep(cache, IDS, fingerprint=model)
         with pytest.raises(etkv.EtkvError, match=r"holds 60 positions, and the text has 59"):
-            prefixes.keep(cache, ids[:-1], fingerprint=model)
+            prefixes.keep(cache, IDS[:-1], fingerprint=model)
         with pytest.raises(etkv.EtkvError, match="holds 60 positions; clear it"):
-            prefixes.attach(cache, ids, fingerprint=model)
+            prefixes.attach(cache, IDS, fingerprint=model)
     with session(llama) as cache:
-        assert prefixes.find(cache, ids[:50], fingerprint=model) == 50
-        assert prefixes.find(cache, ids[:50], fingerprint="another") == 0
+        assert prefixes.find(cache, IDS[:50], fingerprint=model) == 50
+        assert prefixes.find(cache, IDS[:50], fingerprint="another") == 0
         with pytest.raises(etkv.EtkvError, match="no prefix in memory has this text of 61 tokens"):
-            prefixes.pin(cache, [*ids, 1], fingerprint=model)
-        with prefixes.pin(cache, ids[:40], fingerprint=model):
+            prefixes.pin(cache, [*IDS, 1], fingerprint=model)
+        with prefixes.pin(cache, IDS[:40], fingerprint=model):
             assert prefixes.reclaim(1) == 0
             prefixes.clear()
             assert prefixes.statistics().pinned == 1
@@ -129,7 +128,7 @@ def test_kept_texts(llama, tmp_path):
         assert held.bytes > 0
         assert prefixes.reclaim(1) == held.bytes
         # The prefix was removed from memory, so the store loads it.
-        assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50 == cache.length
+        assert prefixes.attach(cache, IDS[:50], fingerprint=model) == 50 == cache.length
     found = prefixes.statistics()
     assert (found.tokens_asked, found.tokens_in_memory, found.tokens_in_store) == (110, 0, 50)
     assert repr(prefixes) == f"<PrefixCache: 1 prefixes, {found.bytes} bytes>"
@@ -139,11 +138,9 @@ def test_kept_texts(llama, tmp_path):
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["a session a request", "one session"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
+def test_a_conversation_with_tools_is_not_read_again(each, alone):
     """In 20 requests of whole conversations, at most 1 % of earlier tokens run again."""
-    made = request.getfixturevalue(name)
-    tokenizer = etkv.Tokenizer.from_pretrained(made.path)
+    tokenizer = etkv.Tokenizer.from_pretrained(each.path)
     prefixes = etkv.PrefixCache()
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is the height of the water?"}]
     before: list[int] = []
@@ -159,12 +156,12 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
 
     # With short steps, windows hold only a few more positions than queries see: fewer than an answer has.
     few = {"max_step_tokens": 8}
-    held = session(made, **few)
-    with held, etkv.load(made.path, held, logits="last") as shared_program:
+    held = session(each, **few)
+    with held, etkv.load(each.path, held, logits="last") as shared_program:
         for turn in range(TURNS):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             if alone:
-                with session(made, **few) as cache, etkv.load(made.path, cache, logits="last") as program:
+                with session(each, **few) as cache, etkv.load(each.path, cache, logits="last") as program:
                     text, tokens, cached = respond(program, ids)
             else:
                 text, tokens, cached = respond(shared_program, ids)
@@ -177,19 +174,17 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
     assert again <= old / 100, f"{again} of {old} tokens were read again"
     found = prefixes.statistics()
     assert found.tokens_in_memory >= old * 0.99
-    print(f"{name}: {again} of {old} tokens were read again; {found}")
+    print(f"{each.variant}: {again} of {old} tokens were read again; {found}")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_answers_are_those_without(name, request):
-    made = request.getfixturevalue(name)
-    tokenizer = etkv.Tokenizer.from_pretrained(made.path)
+def test_the_answers_are_those_without(each):
+    tokenizer = etkv.Tokenizer.from_pretrained(each.path)
     prefixes = etkv.PrefixCache()
     said = ["What is a cache?", "And where is it?", "Say that again."]
 
     def chat(prefix_cache: etkv.PrefixCache | None, **options: float) -> tuple[list[list[int]], list[int]]:
         ids, ran = [], []
-        with session(made) as cache, etkv.load(made.path, cache, logits="last") as program:
+        with session(each) as cache, etkv.load(each.path, cache, logits="last") as program:
             talk = etkv.Chat(program, tokenizer, system=SYSTEM * 3, prefix_cache=prefix_cache, fingerprint="a model")
             for text in said:
                 "".join(talk.send_message(text, max_tokens=12, **options))
@@ -207,16 +202,14 @@ def test_the_answers_are_those_without(name, request):
     assert ran[-1] < 120
     again, ran = chat(prefixes)
     assert again == expected
-    assert ran[0] <= 1 + (name == "windows")
+    assert ran[0] <= 1 + ("window" in each.variant.model)
     # A repetition penalty counts all tokens, including cached ones.
     first, expected = (chat(kept, repetition_penalty=1.3)[0][0] for kept in (etkv.PrefixCache(), None))
     assert first == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_etkv_chat_does_not_read_its_conversation_again(name, request, tmp_path):
-    made = request.getfixturevalue(name)
-    words = [runner("chat"), "--model", made.path, "--system", SYSTEM, "--ids", "--max-tokens", 12]
+def test_etkv_chat_does_not_read_its_conversation_again(each, tmp_path):
+    words = [runner("chat"), "--model", each.path, "--system", SYSTEM, "--ids", "--max-tokens", 12]
     asked = {"input": "What is a cache?\nAnd where is it?\nSay that again.\n", "stdin": None}
     plain = reference.run(words, **asked)
     kept = reference.run([*words, "--prefix-store", tmp_path], **asked)

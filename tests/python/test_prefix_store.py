@@ -13,6 +13,8 @@ import reference
 from reference import Program
 from runners import FAILED, MISUSED, answers, refused, runner, with_longer_context
 
+IDS = [5 + number * 7 % 50 for number in range(60)]
+"""Ids of a text."""
 SYSTEM = "Answer in a few words, and always check: say that you do not know. " * 3
 LIMIT = 64 << 20
 
@@ -20,11 +22,6 @@ LIMIT = 64 << 20
 @pytest.fixture(scope="module")
 def llama() -> Program:
     return with_longer_context("tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def windows() -> Program:
-    return with_longer_context("tiny-mistral-window")
 
 
 def session(program: Program) -> etkv.DecodeSession:
@@ -35,20 +32,19 @@ def session(program: Program) -> etkv.DecodeSession:
 def test_a_text_outlives_its_session(llama, tmp_path):
     model = etkv.fingerprint(llama.path)
     store = etkv.PrefixStore(tmp_path / "texts", LIMIT)
-    ids = [5 + i * 7 % 50 for i in range(60)]
     assert store.usage() == (0, 0)
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        program.forward(ids, list(range(60)))
-        assert store.find(cache, ids, fingerprint=model) == 0
-        assert store.save(cache, ids, fingerprint=model)
-        assert not store.save(cache, ids, fingerprint=model)
+        program.forward(IDS, list(range(60)))
+        assert store.find(cache, IDS, fingerprint=model) == 0
+        assert store.save(cache, IDS, fingerprint=model)
+        assert not store.save(cache, IDS, fingerprint=model)
         with pytest.raises(etkv.EtkvError, match=r"holds 60 positions, and the text has 59"):
-            store.save(cache, ids[:-1], fingerprint=model)
+            store.save(cache, IDS[:-1], fingerprint=model)
         with pytest.raises(etkv.EtkvError, match="holds 60 positions; clear it"):
-            store.load(cache, ids, fingerprint=model)
+            store.load(cache, IDS, fingerprint=model)
         cache.rewind(45)
         expected = program.forward([9, 8], [45, 46])
-    other = [*ids[:45], 9, 8]
+    other = [*IDS[:45], 9, 8]
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
         assert store.load(cache, other, fingerprint="another") == 0
         assert store.load(cache, other[:-2], fingerprint=model) == 45 == cache.length
@@ -79,16 +75,15 @@ def test_a_text_in_a_bucket_outlives_its_process(llama):
     assert has_buckets()
     model = etkv.fingerprint(llama.path)
     address = f"{os.environ['ETKV_TEST_BUCKET']}/python-{os.getpid()}"
-    ids = [5 + i * 7 % 50 for i in range(60)]
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        program.forward(ids, list(range(60)))
-        assert etkv.PrefixStore(address, LIMIT).save(cache, ids, fingerprint=model)
+        program.forward(IDS, list(range(60)))
+        assert etkv.PrefixStore(address, LIMIT).save(cache, IDS, fingerprint=model)
         cache.rewind(45)
         expected = program.forward([9, 8], [45, 46])
     store = etkv.PrefixStore(address, LIMIT)
     assert store.usage().files == 1
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
-        assert store.load(cache, ids[:45], fingerprint=model) == 45
+        assert store.load(cache, IDS[:45], fingerprint=model) == 45
         assert (program.forward([9, 8], [45, 46]) == expected).all()
     # The runner's second run finds the text that the first run has stored.
     words = [runner("chat"), "--model", llama.path, "--system", SYSTEM, "--ids", "--max-tokens", 16]
@@ -109,9 +104,9 @@ def test_invalid_stores_are_refused(tmp_path):
         etkv.PrefixStore("", LIMIT)
 
 
-@pytest.mark.parametrize("name", ["llama", "windows"])
-def test_a_chat_goes_on_where_an_earlier_chat_ended(name, request, tmp_path):
-    made = request.getfixturevalue(name)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
+def test_a_chat_goes_on_where_an_earlier_chat_ended(name, tmp_path):
+    made = with_longer_context(name)
     model = etkv.fingerprint(made.path)
     tokenizer = etkv.Tokenizer.from_pretrained(made.path)
     said = ["What is a cache?", "And where is it?"]
@@ -138,7 +133,7 @@ def test_a_chat_goes_on_where_an_earlier_chat_ended(name, request, tmp_path):
     with session(made) as cache:
         again, ran, _ = chat(cache, store)
         assert again == expected
-        assert ran[0] == 1 or name == "windows"
+        assert ran[0] == 1 or name == "tiny-mistral-window"
     # Run the second turn of a conversation from another process, with only the text of the first answer, not its ids.
     with session(made) as cache:
         expected, _, _ = chat(cache, None, messages[:3])
