@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{bytes, places, Kernel, Simd, E2M1};
+use super::{bytes, operations, places, Kernel, Simd, E2M1};
 
 /// AVX2.
 #[derive(Debug, Clone, Copy)]
@@ -20,25 +20,20 @@ impl Avx2 {
     #[inline(always)]
     unsafe fn shifted<const BITS: usize>(from: *const u8) -> __m256i {
         const {
-            assert!(matches!(BITS, 2..=6));
+            assert!(matches!(BITS, 2..=6 | 8));
         }
         // SAFETY: the machine has AVX2, and 8 integers have `BITS` bytes.
         unsafe {
+            if BITS == 8 {
+                return _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            }
             if BITS == 4 {
                 let words = _mm256_set1_epi32(from.cast::<i32>().read_unaligned());
                 return _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
             }
             let (at, by) = const { places::<8>(BITS) };
-            let codes = match BITS {
-                2 => bytes::<2>(from),
-                3 => bytes::<3>(from),
-                5 => bytes::<5>(from),
-                _ => bytes::<6>(from),
-            };
-            let apart = _mm256_shuffle_epi8(
-                _mm256_set1_epi64x(codes as i64),
-                _mm256_loadu_si256(at.as_ptr().cast()),
-            );
+            let codes = _mm256_set1_epi64x(bytes::<BITS>(from) as i64);
+            let apart = _mm256_shuffle_epi8(codes, _mm256_loadu_si256(at.as_ptr().cast()));
             _mm256_srlv_epi32(apart, _mm256_loadu_si256(by.as_ptr().cast()))
         }
     }
@@ -64,99 +59,42 @@ impl Simd for Avx2 {
         unsafe { inside(kernel) }
     }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_set1_ps(x) }
-    }
+    operations! {
+        fn splat(x: f32) -> Self::F { _mm256_set1_ps(x) }
+        fn load(from: *const f32) -> Self::F { _mm256_loadu_ps(from) }
+        fn store(to: *mut f32, x: Self::F) { _mm256_storeu_ps(to, x) }
+        fn add(a: Self::F, b: Self::F) -> Self::F { _mm256_add_ps(a, b) }
+        fn sub(a: Self::F, b: Self::F) -> Self::F { _mm256_sub_ps(a, b) }
+        fn mul(a: Self::F, b: Self::F) -> Self::F { _mm256_mul_ps(a, b) }
+        fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F { _mm256_fmadd_ps(a, b, c) }
+        fn max(a: Self::F, b: Self::F) -> Self::F { _mm256_max_ps(a, b) }
 
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(to: *mut f32, x: Self::F) {
-        // SAFETY: see the trait.
-        unsafe { _mm256_storeu_ps(to, x) }
-    }
-
-    #[inline(always)]
-    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn pow2(x: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn pow2(x: Self::F) -> Self::F {
             let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(x));
             _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f80_0000)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn sum(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe {
+        fn sum(x: Self::F) -> f32 {
             let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
             let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
             _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn largest(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe {
+        fn largest(x: Self::F) -> f32 {
             let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
             let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
             _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn sums(x: [Self::F; 4], to: *mut f32) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn sums(x: [Self::F; 4], to: *mut f32) {
             let ab = _mm256_hadd_ps(x[0], x[1]);
             let cd = _mm256_hadd_ps(x[2], x[3]);
             let parts = _mm256_hadd_ps(ab, cd);
             let one = _mm_add_ps(_mm256_castps256_ps128(parts), _mm256_extractf128_ps::<1>(parts));
             _mm_storeu_ps(to, one);
         }
-    }
 
-    #[inline(always)]
-    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
             let mut rows = [_mm256_setzero_ps(); 8];
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm256_loadu_ps(from.add(i * from_stride));
@@ -181,68 +119,32 @@ impl Simd for Avx2 {
                 _mm256_storeu_ps(to.add((4 + i) * to_stride), high);
             }
         }
-    }
 
-    #[inline(always)]
-    unsafe fn f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
-    }
+        fn f16(from: *const u8) -> Self::F { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
 
-    #[inline(always)]
-    unsafe fn bf16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn bf16(from: *const u8) -> Self::F {
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn splat_f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(from.cast::<i16>().read_unaligned())) }
-    }
+        fn splat_f16(from: *const u8) -> Self::F {
+            _mm256_cvtph_ps(_mm_set1_epi16(from.cast::<i16>().read_unaligned()))
+        }
 
-    #[inline(always)]
-    unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
-            let codes = match BITS {
-                2 => Self::shifted::<2>(from),
-                3 => Self::shifted::<3>(from),
-                4 => Self::shifted::<4>(from),
-                5 => Self::shifted::<5>(from),
-                6 => Self::shifted::<6>(from),
-                _ => {
-                    let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-                    return _mm256_cvtepi32_ps(codes);
-                }
-            };
+        fn integers<const BITS: usize>(from: *const u8) -> Self::F {
+            let codes = Self::shifted::<BITS>(from);
             _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32((1 << BITS) - 1)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
-        (scale, offset)
-    }
+        fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table { (scale, offset) }
 
-    #[inline(always)]
-    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller upholds the contract.
-        unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
-    }
+        fn int4(from: *const u8, table: Self::Table) -> Self::F {
+            Self::fma(Self::integers::<4>(from), table.0, table.1)
+        }
 
-    #[inline(always)]
-    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
-        (scale, scale)
-    }
+        fn e2m1_table(scale: Self::F) -> Self::Table { (scale, scale) }
 
-    #[inline(always)]
-    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
             let codes = Self::shifted::<4>(from);
             // The permutation uses only the lowest three bits of an index.
             let size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1.as_ptr()), codes);
@@ -250,12 +152,8 @@ impl Simd for Avx2 {
             let sign = _mm256_and_si256(sign, _mm256_set1_epi32(i32::MIN));
             _mm256_mul_ps(_mm256_or_ps(size, _mm256_castsi256_ps(sign)), table.0)
         }
-    }
 
-    #[inline(always)]
-    unsafe fn e4m3(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn e4m3(from: *const u8) -> Self::F {
             // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
             // subnormal.
             let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{bytes, places, Kernel, Simd, E2M1};
+use super::{bytes, operations, places, Kernel, Simd, E2M1};
 
 /// AVX-512.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +30,7 @@ impl Avx512 {
     #[inline(always)]
     unsafe fn shifted<const BITS: usize>(from: *const u8) -> __m512i {
         const {
-            assert!(matches!(BITS, 2..=6));
+            assert!(matches!(BITS, 2..=6 | 8));
         }
         // SAFETY: the machine has AVX-512; 16 integers are `2 * BITS` bytes.
         unsafe {
@@ -40,7 +40,8 @@ impl Avx512 {
                 3 => _mm512_set1_epi64(bytes::<6>(from) as i64),
                 4 => _mm512_set1_epi64(bytes::<8>(from) as i64),
                 5 => Self::splat_u128(bytes::<10>(from)),
-                _ => Self::splat_u128(bytes::<12>(from)),
+                6 => Self::splat_u128(bytes::<12>(from)),
+                _ => return _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())),
             };
             let apart = _mm512_shuffle_epi8(codes, _mm512_loadu_si512(at.as_ptr().cast()));
             _mm512_srlv_epi32(apart, _mm512_loadu_si512(by.as_ptr().cast()))
@@ -68,79 +69,25 @@ impl Simd for Avx512 {
         unsafe { inside(kernel) }
     }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_set1_ps(x) }
-    }
+    operations! {
+        fn splat(x: f32) -> Self::F { _mm512_set1_ps(x) }
+        fn load(from: *const f32) -> Self::F { _mm512_loadu_ps(from) }
+        fn store(to: *mut f32, x: Self::F) { _mm512_storeu_ps(to, x) }
+        fn add(a: Self::F, b: Self::F) -> Self::F { _mm512_add_ps(a, b) }
+        fn sub(a: Self::F, b: Self::F) -> Self::F { _mm512_sub_ps(a, b) }
+        fn mul(a: Self::F, b: Self::F) -> Self::F { _mm512_mul_ps(a, b) }
+        fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F { _mm512_fmadd_ps(a, b, c) }
+        fn max(a: Self::F, b: Self::F) -> Self::F { _mm512_max_ps(a, b) }
 
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(to: *mut f32, x: Self::F) {
-        // SAFETY: see the trait.
-        unsafe { _mm512_storeu_ps(to, x) }
-    }
-
-    #[inline(always)]
-    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn pow2(x: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn pow2(x: Self::F) -> Self::F {
             let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(x));
             _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f80_0000)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn sum(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe { _mm512_reduce_add_ps(x) }
-    }
+        fn sum(x: Self::F) -> f32 { _mm512_reduce_add_ps(x) }
+        fn largest(x: Self::F) -> f32 { _mm512_reduce_max_ps(x) }
 
-    #[inline(always)]
-    unsafe fn largest(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe { _mm512_reduce_max_ps(x) }
-    }
-
-    #[inline(always)]
-    unsafe fn sums(x: [Self::F; 4], to: *mut f32) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn sums(x: [Self::F; 4], to: *mut f32) {
             let [a, b, c, d] = x;
             let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
             let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -153,12 +100,8 @@ impl Simd for Avx512 {
             let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
             _mm_storeu_ps(to, one);
         }
-    }
 
-    #[inline(always)]
-    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
             let mut rows = [_mm512_setzero_ps(); 16];
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm512_loadu_ps(from.add(i * from_stride));
@@ -193,78 +136,44 @@ impl Simd for Avx512 {
                 }
             }
         }
-    }
 
-    #[inline(always)]
-    unsafe fn f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
-    }
+        fn f16(from: *const u8) -> Self::F { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
 
-    #[inline(always)]
-    unsafe fn bf16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn bf16(from: *const u8) -> Self::F {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn splat_f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(from.cast::<i16>().read_unaligned())) }
-    }
+        fn splat_f16(from: *const u8) -> Self::F {
+            _mm512_cvtph_ps(_mm256_set1_epi16(from.cast::<i16>().read_unaligned()))
+        }
 
-    #[inline(always)]
-    unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
-            let codes = match BITS {
-                2 => Self::shifted::<2>(from),
-                3 => Self::shifted::<3>(from),
-                4 => Self::shifted::<4>(from),
-                5 => Self::shifted::<5>(from),
-                6 => Self::shifted::<6>(from),
-                _ => {
-                    let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
-                    return _mm512_cvtepi32_ps(codes);
-                }
-            };
+        fn integers<const BITS: usize>(from: *const u8) -> Self::F {
+            let codes = Self::shifted::<BITS>(from);
             _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32((1 << BITS) - 1)))
         }
-    }
 
-    #[inline(always)]
-    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
-        const INTEGERS: [f32; 16] =
-            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
-        // SAFETY: see the trait.
-        unsafe { _mm512_fmadd_ps(_mm512_loadu_ps(INTEGERS.as_ptr()), scale, offset) }
-    }
+        fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
+            const INTEGERS: [f32; 16] =
+                [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+            _mm512_fmadd_ps(_mm512_loadu_ps(INTEGERS.as_ptr()), scale, offset)
+        }
 
-    #[inline(always)]
-    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: see the trait. The permutation uses only the lowest four bits of an index.
-        unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
-    }
+        fn int4(from: *const u8, table: Self::Table) -> Self::F {
+            // The permutation uses only the lowest four bits of an index.
+            _mm512_permutexvar_ps(Self::shifted::<4>(from), table)
+        }
 
-    #[inline(always)]
-    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
-        // SAFETY: see the trait.
-        unsafe { _mm512_mul_ps(_mm512_loadu_ps(E2M1.as_ptr()), scale) }
-    }
+        fn e2m1_table(scale: Self::F) -> Self::Table {
+            _mm512_mul_ps(_mm512_loadu_ps(E2M1.as_ptr()), scale)
+        }
 
-    #[inline(always)]
-    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: see the trait. The permutation uses only the lowest four bits of an index.
-        unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
-    }
+        fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
+            // The permutation uses only the lowest four bits of an index.
+            _mm512_permutexvar_ps(Self::shifted::<4>(from), table)
+        }
 
-    #[inline(always)]
-    unsafe fn e4m3(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn e4m3(from: *const u8) -> Self::F {
             // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
             // subnormal.
             let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));

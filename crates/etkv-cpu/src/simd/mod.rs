@@ -156,6 +156,19 @@ pub(crate) trait Simd: Copy {
     unsafe fn e4m3(from: *const u8) -> Self::F;
 }
 
+/// Declares operations of [`Simd`].
+macro_rules! operations {
+    ($(fn $name:ident $(<const $N:ident: usize>)? ($($arg:ident: $type:ty),*) $(-> $result:ty)? $body:block)+) => {$(
+        #[inline(always)]
+        #[allow(unused_unsafe)] // Operations without intrinsics need no block.
+        unsafe fn $name $(<const $N: usize>)? ($($arg: $type),*) $(-> $result)? {
+            // SAFETY: see the trait.
+            unsafe { $body }
+        }
+    )+};
+}
+use operations;
+
 /// The E2M1 numbers in the order of their codes.
 pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];

@@ -5,7 +5,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 use std::array::from_fn;
 
-use super::{bytes, Kernel, Simd, E2M1, E4M3};
+use super::{bytes, operations, Kernel, Simd, E2M1, E4M3};
 
 /// NEON.
 #[derive(Debug, Clone, Copy)]
@@ -26,93 +26,46 @@ impl Simd for Neon {
         unsafe { kernel.run::<Self>() }
     }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { [vdupq_n_f32(x); 2] }
-    }
+    operations! {
+        fn splat(x: f32) -> Self::F { [vdupq_n_f32(x); 2] }
+        fn load(from: *const f32) -> Self::F { [vld1q_f32(from), vld1q_f32(from.add(4))] }
 
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe { [vld1q_f32(from), vld1q_f32(from.add(4))] }
-    }
-
-    #[inline(always)]
-    unsafe fn store(to: *mut f32, x: Self::F) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn store(to: *mut f32, x: Self::F) {
             vst1q_f32(to, x[0]);
             vst1q_f32(to.add(4), x[1]);
         }
-    }
 
-    #[inline(always)]
-    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        from_fn(|i| unsafe { vaddq_f32(a[i], b[i]) })
-    }
+        fn add(a: Self::F, b: Self::F) -> Self::F { from_fn(|i| vaddq_f32(a[i], b[i])) }
+        fn sub(a: Self::F, b: Self::F) -> Self::F { from_fn(|i| vsubq_f32(a[i], b[i])) }
+        fn mul(a: Self::F, b: Self::F) -> Self::F { from_fn(|i| vmulq_f32(a[i], b[i])) }
 
-    #[inline(always)]
-    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        from_fn(|i| unsafe { vsubq_f32(a[i], b[i]) })
-    }
+        fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+            from_fn(|i| vfmaq_f32(c[i], a[i], b[i]))
+        }
 
-    #[inline(always)]
-    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        from_fn(|i| unsafe { vmulq_f32(a[i], b[i]) })
-    }
+        fn max(a: Self::F, b: Self::F) -> Self::F {
+            // NaN takes precedence.
+            from_fn(|i| vmaxq_f32(a[i], b[i]))
+        }
 
-    #[inline(always)]
-    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        from_fn(|i| unsafe { vfmaq_f32(c[i], a[i], b[i]) })
-    }
+        fn pow2(x: Self::F) -> Self::F {
+            from_fn(|i| {
+                let exponent = vshlq_n_u32::<23>(vreinterpretq_u32_f32(x[i]));
+                vreinterpretq_f32_u32(vaddq_u32(exponent, vdupq_n_u32(0x3f80_0000)))
+            })
+        }
 
-    #[inline(always)]
-    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait. NaN takes precedence.
-        from_fn(|i| unsafe { vmaxq_f32(a[i], b[i]) })
-    }
+        fn sum(x: Self::F) -> f32 { vaddvq_f32(vaddq_f32(x[0], x[1])) }
+        fn largest(x: Self::F) -> f32 { vmaxvq_f32(vmaxq_f32(x[0], x[1])) }
 
-    #[inline(always)]
-    unsafe fn pow2(x: Self::F) -> Self::F {
-        // SAFETY: see the trait.
-        from_fn(|i| unsafe {
-            let exponent = vshlq_n_u32::<23>(vreinterpretq_u32_f32(x[i]));
-            vreinterpretq_f32_u32(vaddq_u32(exponent, vdupq_n_u32(0x3f80_0000)))
-        })
-    }
-
-    #[inline(always)]
-    unsafe fn sum(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe { vaddvq_f32(vaddq_f32(x[0], x[1])) }
-    }
-
-    #[inline(always)]
-    unsafe fn largest(x: Self::F) -> f32 {
-        // SAFETY: see the trait.
-        unsafe { vmaxvq_f32(vmaxq_f32(x[0], x[1])) }
-    }
-
-    #[inline(always)]
-    unsafe fn sums(x: [Self::F; 4], to: *mut f32) {
-        // SAFETY: see the trait.
-        unsafe {
+        fn sums(x: [Self::F; 4], to: *mut f32) {
             let [a, b, c, d] = x.map(|x| vaddq_f32(x[0], x[1]));
             vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
         }
-    }
 
-    #[inline(always)]
-    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-        for i in [0, 4] {
-            for j in [0, 4] {
-                // SAFETY: see the trait.
-                unsafe {
+        fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+            for i in [0, 4] {
+                for j in [0, 4] {
                     let from = from.add(i * from_stride + j);
                     let [a, b, c, d]: [float32x4_t; 4] =
                         from_fn(|row| vld1q_f32(from.add(row * from_stride)));
@@ -128,12 +81,9 @@ impl Simd for Neon {
                 }
             }
         }
-    }
 
-    #[inline(always)]
-    unsafe fn f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait. This is assembly because stable Rust lacks the float16 types of NEON.
-        unsafe {
+        fn f16(from: *const u8) -> Self::F {
+            // This is assembly because stable Rust lacks the float16 types of NEON.
             let halves = vld1q_u16(from.cast());
             let (low, high): (float32x4_t, float32x4_t);
             asm!(
@@ -146,24 +96,16 @@ impl Simd for Neon {
             );
             [low, high]
         }
-    }
 
-    #[inline(always)]
-    unsafe fn bf16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn bf16(from: *const u8) -> Self::F {
             let halves = vld1q_u16(from.cast());
             [
                 vreinterpretq_f32_u32(vshll_n_u16::<16>(vget_low_u16(halves))),
                 vreinterpretq_f32_u32(vshll_high_n_u16::<16>(halves)),
             ]
         }
-    }
 
-    #[inline(always)]
-    unsafe fn splat_f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn splat_f16(from: *const u8) -> Self::F {
             let half = vdup_n_u16(from.cast::<u16>().read_unaligned());
             let wide: float32x4_t;
             asm!(
@@ -174,26 +116,17 @@ impl Simd for Neon {
             );
             [wide; 2]
         }
-    }
 
-    #[inline(always)]
-    unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F {
-        // SAFETY: see the trait. Eight integers have `BITS` bytes.
-        unsafe {
-            let codes = match BITS {
-                2 => bytes::<2>(from),
-                3 => bytes::<3>(from),
-                4 => bytes::<4>(from),
-                5 => bytes::<5>(from),
-                6 => bytes::<6>(from),
-                _ => {
-                    let wide = vmovl_u8(vld1_u8(from));
-                    return [
-                        vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))),
-                        vcvtq_f32_u32(vmovl_high_u16(wide)),
-                    ];
-                }
-            } as u64;
+        fn integers<const BITS: usize>(from: *const u8) -> Self::F {
+            if BITS == 8 {
+                let wide = vmovl_u8(vld1_u8(from));
+                return [
+                    vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))),
+                    vcvtq_f32_u32(vmovl_high_u16(wide)),
+                ];
+            }
+            // Eight integers have `BITS` bytes.
+            let codes = bytes::<BITS>(from) as u64;
             // Four integers of at most 6 bits fit 32 bits.
             from_fn(|half| {
                 let shifts: [i32; 4] = from_fn(|i| -((i * BITS) as i32));
@@ -202,37 +135,25 @@ impl Simd for Neon {
                 vcvtq_f32_u32(vandq_u32(codes, vdupq_n_u32((1 << BITS) - 1)))
             })
         }
-    }
 
-    #[inline(always)]
-    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
-        (scale, offset)
-    }
+        fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table { (scale, offset) }
 
-    #[inline(always)]
-    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller upholds the contract.
-        unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
-    }
+        fn int4(from: *const u8, table: Self::Table) -> Self::F {
+            Self::fma(Self::integers::<4>(from), table.0, table.1)
+        }
 
-    #[inline(always)]
-    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
-        (scale, scale)
-    }
+        fn e2m1_table(scale: Self::F) -> Self::Table { (scale, scale) }
 
-    #[inline(always)]
-    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // Each number times two is an integer of 8 bits.
-        const TWICE: [i8; 16] = {
-            let (mut twice, mut code) = ([0; 16], 0);
-            while code < 16 {
-                twice[code] = (2.0 * E2M1[code]) as i8;
-                code += 1;
-            }
-            twice
-        };
-        // SAFETY: see the trait.
-        unsafe {
+        fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
+            // Each number times two is an integer of 8 bits.
+            const TWICE: [i8; 16] = {
+                let (mut twice, mut code) = ([0; 16], 0);
+                while code < 16 {
+                    twice[code] = (2.0 * E2M1[code]) as i8;
+                    code += 1;
+                }
+                twice
+            };
             let word = vcreate_u8(from.cast::<u32>().read_unaligned().into());
             let low = vand_u8(word, vdup_n_u8(15));
             let codes = vzip1_u8(low, vshr_n_u8::<4>(word));
@@ -243,12 +164,8 @@ impl Simd for Neon {
             ];
             Self::mul(numbers, table.0)
         }
-    }
 
-    #[inline(always)]
-    unsafe fn e4m3(from: *const u8) -> Self::F {
-        // SAFETY: see the trait.
-        unsafe {
+        fn e4m3(from: *const u8) -> Self::F {
             let numbers: [f32; 8] = from_fn(|i| E4M3[usize::from(*from.add(i))]);
             Self::load(numbers.as_ptr())
         }
