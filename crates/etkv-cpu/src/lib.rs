@@ -20,6 +20,10 @@ mod simd;
 mod store;
 mod tensor;
 
+#[cfg(test)]
+#[path = "../tests/refused/mod.rs"]
+mod refused;
+
 pub use attend::attend;
 pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,

@@ -1,5 +1,7 @@
 //! The interface to threads that share the work of a call.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 /// The host's threads.
 pub trait Parallel: Send + Sync {
     /// Returns how many calls can run at the same time.
@@ -22,4 +24,26 @@ impl Parallel for Serial {
     fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
         (0..count).for_each(call);
     }
+}
+
+/// Calls `work` with each of `0..count` once, on `threads` threads. A thread gets the next number when it is done with
+/// the last. `begin` returns what a thread uses for all its numbers.
+pub(crate) fn share<T>(
+    parallel: &dyn Parallel,
+    threads: usize,
+    count: usize,
+    begin: impl Fn(usize) -> T + Sync,
+    work: impl Fn(&mut T, usize) + Sync,
+) {
+    let begun = AtomicUsize::new(0);
+    parallel.run(threads, &|thread| {
+        let mut own = None;
+        loop {
+            let i = begun.fetch_add(1, Ordering::Relaxed);
+            if i >= count {
+                break;
+            }
+            work(own.get_or_insert_with(|| begin(thread)), i);
+        }
+    });
 }

@@ -6,7 +6,7 @@ use etkv_core::error::fail;
 use etkv_core::Result;
 use half::{bf16, f16};
 
-use crate::floats::{load_bf16, load_f16, load_f32};
+use crate::floats::{load_bf16, load_f16, load_f32, store_bf16, store_f16, store_f32};
 
 /// The element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +36,15 @@ impl Dtype {
             Self::Bf16 => load_bf16(bytes, out),
         }
     }
+
+    /// Converts a row in float32 to bytes.
+    pub(crate) fn store(self, row: &[f32], out: &mut [u8]) {
+        match self {
+            Self::F32 => store_f32(row, out),
+            Self::F16 => store_f16(row, out),
+            Self::Bf16 => store_bf16(row, out),
+        }
+    }
 }
 
 /// Owned elements of a tensor.
@@ -50,11 +59,21 @@ pub enum Values {
 }
 
 impl Values {
-    fn len(&self) -> usize {
+    /// Returns `n` zeros.
+    pub(crate) fn zeros(dtype: Dtype, n: usize) -> Self {
+        match dtype {
+            Dtype::F32 => vec![0f32; n].into(),
+            Dtype::F16 => vec![f16::ZERO; n].into(),
+            Dtype::Bf16 => vec![bf16::ZERO; n].into(),
+        }
+    }
+
+    /// Returns the first element, the dtype and the number of elements.
+    fn parts(&self) -> (*const u8, Dtype, usize) {
         match self {
-            Self::F32(values) => values.len(),
-            Self::F16(values) => values.len(),
-            Self::Bf16(values) => values.len(),
+            Self::F32(values) => (values.as_ptr().cast(), Dtype::F32, values.len()),
+            Self::F16(values) => (values.as_ptr().cast(), Dtype::F16, values.len()),
+            Self::Bf16(values) => (values.as_ptr().cast(), Dtype::Bf16, values.len()),
         }
     }
 
@@ -68,23 +87,17 @@ impl Values {
     }
 }
 
-impl From<Vec<f32>> for Values {
-    fn from(values: Vec<f32>) -> Self {
-        Self::F32(values)
-    }
+macro_rules! from_vectors {
+    ($($float:ident: $variant:ident),+) => {$(
+        impl From<Vec<$float>> for Values {
+            fn from(values: Vec<$float>) -> Self {
+                Self::$variant(values)
+            }
+        }
+    )+};
 }
 
-impl From<Vec<f16>> for Values {
-    fn from(values: Vec<f16>) -> Self {
-        Self::F16(values)
-    }
-}
-
-impl From<Vec<bf16>> for Values {
-    fn from(values: Vec<bf16>) -> Self {
-        Self::Bf16(values)
-    }
-}
+from_vectors!(f32: F32, f16: F16, bf16: Bf16);
 
 #[derive(Debug, Clone)]
 enum Data {
@@ -109,15 +122,11 @@ impl Tensor {
     /// [`Shape`](etkv_core::Status::Shape) if the number of elements is not that of the shape.
     pub fn new(shape: [i32; 4], values: impl Into<Values>) -> Result<Self> {
         let values = values.into();
-        let n = count(shape)?;
-        if n != values.len() {
-            fail!(Shape, "expected {n} elements for shape {shape:?}, got {}", values.len());
+        let (n, (.., found)) = (count(shape)?, values.parts());
+        if n != found {
+            fail!(Shape, "expected {n} elements for shape {shape:?}, got {found}");
         }
-        let mut strides = [1isize; 4];
-        for axis in (0..3).rev() {
-            strides[axis] = strides[axis + 1].saturating_mul(shape[axis + 1] as isize);
-        }
-        Ok(Self { data: Data::Owned(values), shape, strides })
+        Ok(Self { data: Data::Owned(values), shape, strides: row_major(shape) })
     }
 
     /// Returns a tensor over borrowed memory. `start` points to the element at index 0, and `strides` are in
@@ -142,9 +151,7 @@ impl Tensor {
     /// Returns the dtype of the elements.
     pub fn dtype(&self) -> Dtype {
         match &self.data {
-            Data::Owned(Values::F32(_)) => Dtype::F32,
-            Data::Owned(Values::F16(_)) => Dtype::F16,
-            Data::Owned(Values::Bf16(_)) => Dtype::Bf16,
+            Data::Owned(values) => values.parts().1,
             Data::Borrowed { dtype, .. } => *dtype,
         }
     }
@@ -214,9 +221,7 @@ impl Tensor {
     /// Returns the address of the first element.
     pub(crate) fn start(&self) -> *const u8 {
         match &self.data {
-            Data::Owned(Values::F32(values)) => values.as_ptr().cast(),
-            Data::Owned(Values::F16(values)) => values.as_ptr().cast(),
-            Data::Owned(Values::Bf16(values)) => values.as_ptr().cast(),
+            Data::Owned(values) => values.parts().0,
             Data::Borrowed { start, .. } => *start,
         }
     }
@@ -271,6 +276,15 @@ impl Tensor {
             dtype.load(bytes, std::slice::from_mut(out));
         }
     }
+}
+
+/// Returns the strides of contiguous elements.
+pub(crate) fn row_major(shape: [i32; 4]) -> [isize; 4] {
+    let mut strides = [1isize; 4];
+    for axis in (0..3).rev() {
+        strides[axis] = strides[axis + 1].saturating_mul(shape[axis + 1] as isize);
+    }
+    strides
 }
 
 /// Returns the number of elements of a shape.

@@ -17,11 +17,10 @@ pub mod synthetic;
 mod task;
 mod tensor;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod workspace;
 
 use std::f32::consts::LOG2_E;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use etkv_core::{fail, Result, Scoring};
 
@@ -29,13 +28,13 @@ pub use mask::MaskRef;
 pub use tensor::{Output, Queries, Shape};
 pub use workspace::Workspace;
 
-use crate::parallel::{Parallel, Serial};
+use crate::memory::pieces::{divide_for, Blocks};
+use crate::parallel::{share, Parallel, Serial};
 use crate::simd::{with_simd, Instructions, Simd};
 use crate::store::view::View;
 use decode::Encoding;
 use plan::{Plan, Sizes};
 use task::{Job, StoredRows};
-use workspace::Blocks;
 
 /// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values `v`,
 /// with weights `softmax(scale * q k^T)` over the slots that `mask` allows. Writes `[n_heads, T, v_head_dim]`
@@ -102,7 +101,7 @@ fn attend_with(
     let available = parallel.threads();
     let plan = Plan::new(sizes, available);
     let threads = available.min(plan.n_tasks()).max(1);
-    let (parts, blocks) = workspace.prepare(&plan, threads)?;
+    let (parts, blocks) = divide_for(&mut workspace.memory, plan, threads)?;
     let [k, v] = stored;
     let factor = scoring.scale * LOG2_E;
     // From here on, weights are powers of 2 of the logits.
@@ -113,48 +112,29 @@ fn attend_with(
 }
 
 /// Runs the tasks of a call, and merges their partial results.
-fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: usize) {
-    let (begun, n_tasks) = (AtomicUsize::new(0), job.plan.n_tasks());
-    parallel.run(threads, &|thread| {
-        let mut scratch = None;
-        loop {
-            let i = begun.fetch_add(1, Ordering::Relaxed);
-            if i >= n_tasks {
-                break;
-            }
-            // SAFETY: only this call uses the block; see `Parallel::run`.
-            let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
-            // SAFETY: the machine has the instructions, and tasks have different rows.
-            unsafe { task::run::<S>(job, job.plan.task(i), scratch) };
-        }
+fn run<S: Simd>(job: &Job, blocks: &Blocks<Plan>, parallel: &dyn Parallel, threads: usize) {
+    // SAFETY: only this thread uses the block.
+    let scratch = |thread| unsafe { blocks.scratch(thread) }.numbered();
+    share(parallel, threads, job.plan.n_tasks(), scratch, |scratch, i| {
+        // SAFETY: the machine has the instructions, and tasks have different rows.
+        unsafe { task::run::<S>(job, job.plan.task(i), scratch) };
     });
-    if job.plan.n_parts == 1 {
+    let n_parts = job.plan.n_parts;
+    if n_parts == 1 {
         return;
     }
+    let work = job.plan.all_rows() * n_parts * job.plan.sizes.v_dim;
+    let parallel = if work < 1 << 17 { &Serial } else { parallel };
     // Rows are enumerated by the tasks of part 0.
-    let n_rows = job.plan.all_rows() * job.plan.n_parts;
-    let serial = n_rows * job.plan.sizes.v_dim < 1 << 17;
-    let merged = AtomicUsize::new(0);
-    let merge = |thread: usize| loop {
-        let i = merged.fetch_add(job.plan.n_parts, Ordering::Relaxed);
-        if i >= n_tasks {
-            break;
-        }
-        // SAFETY: only this call uses the block; see `Parallel::run`.
-        let mut scratch = unsafe { blocks.scratch(thread) };
-        let task = job.plan.task(i);
+    share(parallel, threads, job.plan.n_tasks() / n_parts, scratch, |scratch, i| {
+        let task = job.plan.task(i * n_parts);
         for head in task.first_head..task.end_head {
             for row in 0..(task.end_token - task.first_token) * job.plan.sizes.group {
                 // SAFETY: all tasks are done, and only this task uses the rows.
-                unsafe { task::finish::<S>(job, task, head, row, &mut scratch) };
+                unsafe { task::finish::<S>(job, task, head, row, scratch) };
             }
         }
-    };
-    if serial {
-        merge(0);
-    } else {
-        parallel.run(threads, &merge);
-    }
+    });
 }
 
 /// Checks that the shapes match. Returns the sizes.

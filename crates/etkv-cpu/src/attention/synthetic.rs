@@ -61,10 +61,31 @@ impl Random {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
+    /// Returns `n` numbers from -1 to 1.
+    pub fn numbers(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.number()).collect()
+    }
+
+    /// Returns an integer below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
     /// Returns an integer from `from` to `to`, inclusive.
     pub fn integer(&mut self, from: usize, to: usize) -> usize {
-        from + (self.bits() % (to - from + 1) as u64) as usize
+        from + self.below(to - from + 1)
     }
+}
+
+/// Returns every format, with every group size.
+pub fn formats() -> Vec<KvFormat> {
+    let mut formats = vec![KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
+    for bits in [2, 3, 4, 5, 6, 8] {
+        formats.extend([32, 64, 128].map(|group| KvFormat::Affine { bits, group }));
+    }
+    formats.extend([KvFormat::Mxfp8, KvFormat::Mxfp4, KvFormat::Nvfp4]);
+    formats.extend([KvFormat::RowInt4, KvFormat::RowFp4]);
+    formats
 }
 
 /// Returns a view of random rows, with magnitudes up to about 2. Every code of the format occurs.
@@ -83,62 +104,42 @@ pub fn view(
     for (p, bytes) in widths.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0) {
         // Like some views of stores, the view does not begin at the start of its memory.
         let (offset, slot_stride) = (64, bytes * n_kv_heads);
-        let memory = Memory::zeroed(offset + n_slots * slot_stride)?;
-        let mut at = offset;
-        while at < offset + n_slots * slot_stride {
-            let element = element(format, p, random);
-            for byte in element.bytes() {
-                // SAFETY: the plane has the byte, and only this function has the memory.
-                unsafe { memory.as_ptr().add(at).write(byte) };
-                at += 1;
-            }
+        let mut elements = vec![0; offset];
+        while elements.len() < offset + n_slots * slot_stride {
+            element(format, p, random, &mut elements);
         }
+        let mut memory = Memory::zeroed(elements.len())?;
+        memory.bytes_mut().copy_from_slice(&elements);
         let memory = Arc::new(memory);
         planes[p] = Some(Plane { memory, offset, slot_stride, head_stride: bytes });
     }
     Ok(View { format, n_kv_heads, head_dim, stored_dim: head_dim, n_slots, planes })
 }
 
-/// The bytes of an element of a plane.
-enum Element {
-    One([u8; 1]),
-    Two([u8; 2]),
-    Four([u8; 4]),
-}
-
-impl Element {
-    fn bytes(&self) -> impl Iterator<Item = u8> + '_ {
-        match self {
-            Self::One(bytes) => bytes.as_slice(),
-            Self::Two(bytes) => bytes.as_slice(),
-            Self::Four(bytes) => bytes.as_slice(),
-        }
-        .iter()
-        .copied()
-    }
-}
-
-fn element(format: KvFormat, plane: usize, random: &mut Random) -> Element {
-    let f16_of = |x: f32| Element::Two(f16::from_f32(x).to_le_bytes());
-    let code = Element::One([random.bits() as u8]);
+/// Appends the bytes of an element of a plane.
+fn element(format: KvFormat, plane: usize, random: &mut Random, out: &mut Vec<u8>) {
+    let code = random.bits() as u8;
     // The largest code then has a value of about 2.
     let scale = (1.5 + 0.5 * random.number()) / 1.5;
-    match (format, plane) {
-        (KvFormat::F32, _) => Element::Four((2.0 * random.number()).to_le_bytes()),
-        (KvFormat::F16, _) => f16_of(2.0 * random.number()),
-        (KvFormat::Bf16, _) => Element::Two(bf16::from_f32(2.0 * random.number()).to_le_bytes()),
+    let half = match (format, plane) {
+        (KvFormat::F32, _) => return out.extend((2.0 * random.number()).to_le_bytes()),
+        (KvFormat::F16, _) => 2.0 * random.number(),
+        (KvFormat::Bf16, _) => {
+            return out.extend(bf16::from_f32(2.0 * random.number()).to_le_bytes());
+        }
         // E4M3 has no infinity, and clearing the lowest bit avoids its NaN.
-        (KvFormat::Mxfp8, 0) => Element::One([(random.bits() as u8) & 0xfe]),
-        (_, 0) => code,
-        (KvFormat::Affine { bits, .. }, 1) => f16_of(3.0 * scale / (1 << bits) as f32),
-        (KvFormat::Affine { .. }, _) => f16_of(-1.5 * scale),
-        (KvFormat::Mxfp8, _) => Element::One([random.integer(117, 119) as u8]),
-        (KvFormat::Mxfp4, _) => Element::One([random.integer(124, 126) as u8]),
+        (KvFormat::Mxfp8, 0) => return out.push(random.bits() as u8 & 0xfe),
+        (_, 0) => return out.push(code),
+        (KvFormat::Affine { bits, .. }, 1) => 3.0 * scale / (1 << bits) as f32,
+        (KvFormat::Affine { .. }, _) => -1.5 * scale,
+        (KvFormat::Mxfp8, _) => return out.push(random.integer(117, 119) as u8),
+        (KvFormat::Mxfp4, _) => return out.push(random.integer(124, 126) as u8),
         // Numbers from 0 to 0.5, including subnormals.
-        (KvFormat::Nvfp4, _) => Element::One([random.integer(0, 0x30) as u8]),
-        (KvFormat::RowInt4, _) => f16_of(0.2 * scale),
-        _ => f16_of(0.3 * scale),
-    }
+        (KvFormat::Nvfp4, _) => return out.push(random.integer(0, 0x30) as u8),
+        (KvFormat::RowInt4, _) => 0.2 * scale,
+        _ => 0.3 * scale,
+    };
+    out.extend(f16::from_f32(half).to_le_bytes());
 }
 
 impl View {

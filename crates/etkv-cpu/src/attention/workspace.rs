@@ -1,19 +1,17 @@
 //! Scratch memory for attention, which is reused between calls.
 
-use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-
-use etkv_core::Result;
 
 use super::kernels::TILE;
 use super::plan::Plan;
+use crate::memory::pieces::{Layout, Pieces};
 use crate::memory::Memory;
 
 /// Memory for calls of [`attend`](super::attend). It grows to the size of the largest call, so only the first
 /// step of a shape allocates. Each calling thread needs a separate workspace.
 #[derive(Debug, Default)]
 pub struct Workspace {
-    memory: Option<Memory>,
+    pub(super) memory: Option<Memory>,
 }
 
 impl Workspace {
@@ -26,80 +24,24 @@ impl Workspace {
     pub fn size(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
+}
 
-    /// Returns memory for the parts of a call, and scratch memory for each of `threads` threads.
-    ///
-    /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
-    pub(super) fn prepare(&mut self, plan: &Plan, threads: usize) -> Result<(Parts, Blocks<'_>)> {
-        let rows = if plan.n_parts > 1 { plan.n_parts * plan.all_rows() } else { 0 };
-        let v_padded = plan.sizes.v_padded();
-        // The first pass over the pieces, without a block, only computes the size.
-        let mut pieces = Pieces::default();
-        Parts::new(&mut pieces, rows, v_padded);
-        let shared = pieces.used;
-        let mut pieces = Pieces::default();
-        Scratch::new(&mut pieces, plan);
-        let each = pieces.used;
-        let size = shared + threads * each;
-        let start = Memory::at_least(&mut self.memory, size)?.as_ptr();
-        let parts = Parts::new(&mut Pieces { start, used: 0 }, rows, v_padded);
-        let start = start.wrapping_add(shared);
-        Ok((parts, Blocks { start, each, threads, plan: *plan, lifetime: PhantomData }))
+impl Layout for Plan {
+    type Shared = Parts;
+    type Scratch = Scratch;
+
+    fn shared(&self, pieces: &mut Pieces) -> Parts {
+        let rows = if self.n_parts > 1 { self.n_parts * self.all_rows() } else { 0 };
+        Parts::new(pieces, rows, self.sizes.v_padded())
     }
-}
 
-/// A block of memory for each thread.
-#[derive(Debug)]
-pub(super) struct Blocks<'a> {
-    start: *mut u8,
-    each: usize,
-    threads: usize,
-    plan: Plan,
-    lifetime: PhantomData<&'a mut Workspace>,
-}
-
-// SAFETY: `scratch` documents the conditions for the memory that it returns.
-unsafe impl Sync for Blocks<'_> {}
-
-impl Blocks<'_> {
-    /// Returns the scratch memory of thread `thread`. Its contents are arbitrary.
-    ///
-    /// # Safety
-    /// `thread` must be below the number of threads. Earlier scratch memory of the same thread must not be
-    /// used any more. The scratch memory must not be used after the blocks are dropped.
-    pub unsafe fn scratch(&self, thread: usize) -> Scratch {
-        debug_assert!(thread < self.threads);
-        let start = self.start.wrapping_add(thread * self.each);
-        let mut scratch = Scratch::new(&mut Pieces { start, used: 0 }, &self.plan);
-        (0..).zip(scratch.in_order.iter_mut()).for_each(|(i, number)| *number = i);
-        scratch
-    }
-}
-
-/// Divides a block of memory into consecutive pieces.
-struct Pieces {
-    start: *mut u8,
-    used: usize,
-}
-
-impl Default for Pieces {
-    fn default() -> Self {
-        Self { start: std::ptr::null_mut(), used: 0 }
-    }
-}
-
-impl Pieces {
-    /// Returns a piece for `len` values, aligned to a cache line.
-    fn take<T: Number>(&mut self, len: usize) -> Piece<T> {
-        let start = self.start.wrapping_add(self.used).cast();
-        self.used += (len * size_of::<T>()).next_multiple_of(64);
-        Piece { start, len }
+    fn scratch(&self, pieces: &mut Pieces) -> Scratch {
+        Scratch::new(pieces, self)
     }
 }
 
 /// Types for which every bit pattern is valid.
-trait Number: Copy {}
+pub(super) trait Number: Copy {}
 impl Number for f32 {}
 impl Number for u32 {}
 impl Number for u64 {}
@@ -109,6 +51,12 @@ impl Number for u64 {}
 pub(super) struct Piece<T> {
     start: *mut T,
     len: usize,
+}
+
+impl<T: Number> Piece<T> {
+    fn of(pieces: &mut Pieces, len: usize) -> Self {
+        Self { start: pieces.take(&[len]), len }
+    }
 }
 
 impl<T> Deref for Piece<T> {
@@ -141,9 +89,9 @@ unsafe impl Sync for Parts {}
 impl Parts {
     fn new(pieces: &mut Pieces, rows: usize, v_padded: usize) -> Self {
         Self {
-            peaks: pieces.take(rows).start,
-            sums: pieces.take(rows).start,
-            values: pieces.take(rows * v_padded).start,
+            peaks: pieces.take(&[rows]),
+            sums: pieces.take(&[rows]),
+            values: pieces.take(&[rows, v_padded]),
         }
     }
 }
@@ -180,17 +128,23 @@ impl Scratch {
         let (rows, k_padded) = (plan.rows(), plan.sizes.k_padded());
         let (all, v_padded) = (rows * plan.heads, plan.sizes.v_padded());
         Self {
-            queries: pieces.take(all * k_padded),
+            queries: Piece::of(pieces, all * k_padded),
             part: Parts::new(pieces, all, v_padded),
-            scores: pieces.take(rows * TILE),
-            keep: pieces.take(rows),
-            result: pieces.take(v_padded),
-            unpacked: pieces.take(TILE * k_padded.max(v_padded)),
-            columns: pieces.take(TILE * k_padded),
-            rows: pieces.take(rows),
-            in_order: pieces.take(k_padded.max(TILE)),
-            seen: pieces.take(rows),
-            seen_by_token: pieces.take(plan.tokens),
+            scores: Piece::of(pieces, rows * TILE),
+            keep: Piece::of(pieces, rows),
+            result: Piece::of(pieces, v_padded),
+            unpacked: Piece::of(pieces, TILE * k_padded.max(v_padded)),
+            columns: Piece::of(pieces, TILE * k_padded),
+            rows: Piece::of(pieces, rows),
+            in_order: Piece::of(pieces, k_padded.max(TILE)),
+            seen: Piece::of(pieces, rows),
+            seen_by_token: Piece::of(pieces, plan.tokens),
         }
+    }
+
+    /// Writes the numbers of `in_order`.
+    pub fn numbered(mut self) -> Self {
+        (0..).zip(self.in_order.iter_mut()).for_each(|(i, number)| *number = i);
+        self
     }
 }

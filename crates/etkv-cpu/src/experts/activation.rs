@@ -3,13 +3,15 @@
 use std::f32::consts::{FRAC_1_SQRT_2, PI};
 
 use etkv_core::{fail, Result};
+use serde::Deserialize;
 
 use crate::linear::weights::ROWS;
 use crate::recurrent::exp;
 use crate::simd::{Kernel, Simd};
 
 /// A function of one number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Function {
     /// `x / (1 + exp(-alpha x))`.
     Silu,

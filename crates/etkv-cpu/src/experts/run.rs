@@ -7,8 +7,8 @@ use super::routing::{Chosen, Routing};
 use super::sizes::Experts;
 use super::workspace::{Pieces, Workspace};
 use crate::linear::blocks::{blocks_of, Block, BLOCK};
-use crate::linear::tiles::{Sums, Tiles};
-use crate::linear::weights::{MAX_GROUP, ROWS};
+use crate::linear::tiles::{add_bias, Sums, Tiles};
+use crate::linear::weights::{check_sizes, MAX_GROUP, ROWS};
 use crate::parallel::{Parallel, Serial};
 use crate::simd::Instructions;
 
@@ -68,10 +68,10 @@ pub(super) fn route_with(
 ) -> Result<()> {
     experts.check()?;
     check(experts, inputs, out)?;
-    let (memory, routing) = workspace.parts();
+    let Workspace { memory, routing } = workspace;
     routing.sort(inputs.experts, inputs.k, experts.n_experts)?;
     let n_tokens = out.len() / experts.hidden;
-    let pieces = Workspace::prepare(memory, experts, n_tokens, routing.pairs.len())?;
+    let pieces = Pieces::of(memory, experts, n_tokens, routing.pairs.len())?;
     // Less than about ten microseconds of work is not worth waking another thread.
     let work = experts.hidden * experts.intermediate * routing.chosen.len();
     let parallel = if work < 1 << 15 { &Serial } else { parallel };
@@ -98,7 +98,7 @@ fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
     let n_tokens = x.len() / hidden;
     let first_rows = experts.first_tiles() * ROWS;
     let bias = |bias: Option<&[f32]>, rows| bias.map_or(n_experts * rows, <[f32]>::len);
-    for (name, expected, found) in [
+    check_sizes(&[
         ("hidden states", n_tokens * hidden, x.len()),
         ("output", n_tokens * hidden, out.len()),
         ("experts of the tokens", n_tokens * k * 8, inputs.experts.len()),
@@ -111,11 +111,7 @@ fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
             bias(inputs.first_bias, first_rows),
         ),
         ("biases of the second products", n_experts * hidden, bias(inputs.second_bias, hidden)),
-    ] {
-        if expected != found {
-            fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
-        }
-    }
+    ])?;
     for (weights, format) in [first, second].iter().zip(experts.weights) {
         let alignment = format.alignment();
         if weights.as_ptr().align_offset(alignment) != 0 {
@@ -286,12 +282,8 @@ impl Step<'_> {
         let (weights, inputs) = (self.inputs.first, &self.pieces.first);
         // SAFETY: an earlier phase wrote the block.
         unsafe { self.tiles[0].multiply(weights, expert * tiles + tile, inputs, block, sums) };
-        if let Some(bias) = self.inputs.first_bias {
-            let bias = &bias[(expert * tiles + tile) * ROWS..][..ROWS];
-            for sums in sums.chunks_exact_mut(ROWS).take(block.n) {
-                sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
-            }
-        }
+        let bias = self.inputs.first_bias;
+        add_bias(sums, block.n, bias.map(|bias| &bias[(expert * tiles + tile) * ROWS..][..ROWS]));
     }
 
     /// Sets a tile's columns of the output to zero.
@@ -316,15 +308,13 @@ impl Step<'_> {
             unsafe {
                 self.tiles[1].multiply(weights, expert * tiles + tile, inputs, block, &mut sums);
             }
-            for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
-                if let Some(bias) = bias {
-                    sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
-                }
+            add_bias(&mut sums, block.n, bias);
+            for (i, sums) in sums.chunks_exact(ROWS).take(block.n).enumerate() {
                 let factor = self.inputs.routing_weights[self.pair(block.first + i)];
                 let at = self.token(block.first + i) * hidden + column;
                 // SAFETY: only this task uses the columns.
                 let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(at), width) };
-                out.iter_mut().zip(&*sums).for_each(|(out, sum)| *out += factor * sum);
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out += factor * sum);
             }
         }
     }

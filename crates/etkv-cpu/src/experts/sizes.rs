@@ -3,7 +3,7 @@
 use etkv_core::{fail, Result};
 
 use super::activation::Activation;
-use crate::linear::weights::{check_width, WeightFormat, ROWS};
+use crate::linear::weights::{check_size, check_width, WeightFormat, ROWS};
 
 /// The maximum number of elements of a row, and of experts. It exceeds that of any model, and sizes in bytes
 /// fit 64 bits.
@@ -34,9 +34,7 @@ impl Experts {
         for (name, size) in
             [("experts", n_experts), ("hidden", hidden), ("intermediate", intermediate)]
         {
-            if !(1..=MAX_SIZE).contains(&size) {
-                fail!(Program, "{name}: expected 1 to {MAX_SIZE}, got {size}");
-            }
+            check_size(name, size, MAX_SIZE)?;
         }
         if intermediate % ROWS != 0 {
             fail!(Program, "intermediate: expected a multiple of {ROWS}, got {intermediate}");

@@ -4,16 +4,16 @@ use etkv_core::Result;
 
 use super::routing::Routing;
 use super::sizes::Experts;
-use crate::linear;
 use crate::linear::blocks::Packed;
 use crate::linear::WeightFormat;
+use crate::memory::pieces::divide;
 use crate::memory::Memory;
 
 /// Memory for one call at a time. It grows to the size of the largest call, so only the first step of a shape
 /// allocates.
 #[derive(Debug, Default)]
 pub struct Workspace {
-    memory: Option<Memory>,
+    pub(super) memory: Option<Memory>,
     pub(super) routing: Routing,
 }
 
@@ -29,42 +29,29 @@ pub(super) struct Pieces {
 }
 
 impl Workspace {
-    /// Returns the pieces of a call.
-    ///
-    /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
-    pub(super) fn prepare(
-        memory: &mut Option<Memory>,
-        experts: &Experts,
-        n_tokens: usize,
-        n_pairs: usize,
-    ) -> Result<Pieces> {
-        // The first pass over the pieces, without a block, only computes the size.
-        let (_, size) = pieces(std::ptr::null_mut(), experts, n_tokens, n_pairs);
-        let start = Memory::at_least(memory, size)?.as_ptr();
-        Ok(pieces(start, experts, n_tokens, n_pairs).0)
-    }
-
     /// Returns its number of bytes.
     pub fn size(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
-
-    /// Returns the parts of the workspace, so that they can be borrowed separately.
-    pub(super) fn parts(&mut self) -> (&mut Option<Memory>, &mut Routing) {
-        (&mut self.memory, &mut self.routing)
-    }
 }
 
-/// Divides a block of memory into pieces. Returns them and the total size.
-fn pieces(start: *mut u8, experts: &Experts, n_tokens: usize, n_pairs: usize) -> (Pieces, usize) {
-    let [group, second_group] = experts.weights.map(WeightFormat::group);
-    let (hidden, intermediate) = (experts.hidden, experts.intermediate);
-    let mut parts = linear::Pieces::at(start);
-    let pieces = Pieces {
-        tokens: parts.take(if group.is_some() { n_tokens } else { 0 }, hidden, group),
-        first: parts.take(n_pairs, hidden, group),
-        second: parts.take(n_pairs, intermediate, second_group),
-    };
-    (pieces, parts.size())
+impl Pieces {
+    /// Returns the pieces of a call.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+    pub fn of(
+        memory: &mut Option<Memory>,
+        experts: &Experts,
+        n_tokens: usize,
+        n_pairs: usize,
+    ) -> Result<Self> {
+        let [group, second_group] = experts.weights.map(WeightFormat::group);
+        let (hidden, intermediate) = (experts.hidden, experts.intermediate);
+        divide(memory, |pieces| Self {
+            tokens: Packed::of(pieces, if group.is_some() { n_tokens } else { 0 }, hidden, group),
+            first: Packed::of(pieces, n_pairs, hidden, group),
+            second: Packed::of(pieces, n_pairs, intermediate, second_group),
+        })
+    }
 }

@@ -6,11 +6,31 @@
 
 use std::ops::Range;
 
+use crate::memory::pieces::Pieces;
+
 /// The maximum number of rows of a block. Registers limit the number of sums.
 pub(crate) const BLOCK: usize = 12;
 
 /// The number of adjacent columns of a row in a block of 8-bit integers.
 pub(crate) const QUAD: usize = 4;
+
+/// Runs an expression with the number of a block's rows as a constant. There are the numbers of the list, or else
+/// `$last`.
+macro_rules! with_rows {
+    ($n:expr, [$($count:literal)+] or $last:literal, |$N:ident| $body:expr) => {
+        match $n {
+            $($count => {
+                const $N: usize = $count;
+                $body
+            })+
+            _ => {
+                const $N: usize = $last;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_rows;
 
 /// A block of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +66,18 @@ pub(crate) struct Packed {
 }
 
 impl Packed {
+    /// Takes memory for the inputs of a product, `[rows, columns]`, as floats or as groups of integers.
+    pub fn of(pieces: &mut Pieces, rows: usize, columns: usize, group: Option<usize>) -> Self {
+        let groups = group.map_or(0, |group| columns / group);
+        Self {
+            rows: pieces.take(&[rows, if group.is_some() { 1 } else { 4 }, columns]),
+            scales: pieces.take(&[rows, groups]),
+            starts: pieces.take(&[rows, groups]),
+            columns,
+            group: group.unwrap_or(0),
+        }
+    }
+
     /// Returns the number of groups of a row.
     pub fn n_groups(&self) -> usize {
         match self.group {

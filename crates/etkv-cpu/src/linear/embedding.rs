@@ -1,9 +1,12 @@
 //! Rows of packed embeddings.
 
+use std::slice::from_mut;
+
 use etkv_core::{fail, Result};
 
 use super::scales::Scales;
-use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
+use super::weights::{check_size, check_sizes, check_width, WeightFormat, MAX_SIZE, ROWS};
+use crate::floats::load_bf16;
 use crate::parallel::{Parallel, Serial};
 
 /// The minimum number of tokens for which other threads are woken.
@@ -27,10 +30,7 @@ impl Embedding {
     /// [`Program`](etkv_core::Status::Program) for invalid sizes.
     pub fn check(&self) -> Result<()> {
         check_width(self.width, self.format)?;
-        if !(1..=MAX_SIZE).contains(&self.rows) {
-            fail!(Program, "rows: expected 1 to {MAX_SIZE}, got {}", self.rows);
-        }
-        Ok(())
+        check_size("rows", self.rows, MAX_SIZE)
     }
 
     /// Unpacks row `row` of packed weights to `out`.
@@ -44,7 +44,7 @@ impl Embedding {
                 out.iter_mut().zip(lane).for_each(|(out, x)| *out = f32::from_le_bytes(*x));
             } else {
                 let lane = tile.as_chunks::<2>().0.iter().skip(lane).step_by(ROWS);
-                out.iter_mut().zip(lane).for_each(|(out, x)| *out = from_bf16(*x));
+                out.iter_mut().zip(lane).for_each(|(out, x)| load_bf16(x, from_mut(out)));
             }
             return;
         };
@@ -94,10 +94,6 @@ fn each_group(
     }
 }
 
-fn from_bf16(bytes: [u8; 2]) -> f32 {
-    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
-}
-
 /// Writes the rows `[T, width]` of `ids`, which are little-endian integers of 64 bits.
 ///
 /// # Errors
@@ -113,14 +109,10 @@ pub fn embed_into(
     embedding.check()?;
     let Embedding { rows, width, format } = *embedding;
     let (ids, _) = ids.as_chunks::<8>();
-    for (name, expected, found) in [
+    check_sizes(&[
         ("weights", rows.div_ceil(ROWS) * format.tile_size(width), weights.len()),
         ("output", ids.len() * width, out.len()),
-    ] {
-        if expected != found {
-            fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
-        }
-    }
+    ])?;
     for id in ids {
         let id = i64::from_le_bytes(*id);
         if !usize::try_from(id).is_ok_and(|id| id < rows) {

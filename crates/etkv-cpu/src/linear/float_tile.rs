@@ -1,6 +1,6 @@
 //! Products of a tile of weights in float32 or bfloat16 and a block of input rows.
 
-use super::blocks::BLOCK;
+use super::blocks::{with_rows, BLOCK};
 use super::weights::ROWS;
 use crate::simd::{Kernel, Simd};
 
@@ -36,25 +36,11 @@ impl FloatTile {
         const { assert!(BLOCK == 12) };
         // SAFETY: the caller upholds the contract.
         unsafe {
-            match (self.n, ROWS / S::WIDTH) {
-                (1, 1) => self.multiply::<S, IS_BF16, 1, 1>(),
-                (2, 1) => self.multiply::<S, IS_BF16, 2, 1>(),
-                (3, 1) => self.multiply::<S, IS_BF16, 3, 1>(),
-                (4, 1) => self.multiply::<S, IS_BF16, 4, 1>(),
-                (5, 1) => self.multiply::<S, IS_BF16, 5, 1>(),
-                (6, 1) => self.multiply::<S, IS_BF16, 6, 1>(),
-                (7, 1) => self.multiply::<S, IS_BF16, 7, 1>(),
-                (8, 1) => self.multiply::<S, IS_BF16, 8, 1>(),
-                (9, 1) => self.multiply::<S, IS_BF16, 9, 1>(),
-                (10, 1) => self.multiply::<S, IS_BF16, 10, 1>(),
-                (11, 1) => self.multiply::<S, IS_BF16, 11, 1>(),
-                (_, 1) => self.multiply::<S, IS_BF16, 12, 1>(),
-                (1, _) => self.multiply::<S, IS_BF16, 1, 2>(),
-                (2, _) => self.multiply::<S, IS_BF16, 2, 2>(),
-                (3, _) => self.multiply::<S, IS_BF16, 3, 2>(),
-                (4, _) => self.multiply::<S, IS_BF16, 4, 2>(),
-                (5, _) => self.multiply::<S, IS_BF16, 5, 2>(),
-                (_, _) => self.multiply::<S, IS_BF16, 6, 2>(),
+            match ROWS / S::WIDTH {
+                1 => with_rows!(self.n, [1 2 3 4 5 6 7 8 9 10 11] or 12, |N| {
+                    self.multiply::<S, IS_BF16, N, 1>()
+                }),
+                _ => with_rows!(self.n, [1 2 3 4 5] or 6, |N| self.multiply::<S, IS_BF16, N, 2>()),
             }
         }
     }

@@ -23,5 +23,4 @@ pub use embedding::{embed_into, Embedding};
 pub use run::{multiply_into, Linear, Product};
 pub use scales::Scales;
 pub use weights::WeightFormat;
-pub(crate) use workspace::Pieces;
 pub use workspace::{Workspace, Workspaces};

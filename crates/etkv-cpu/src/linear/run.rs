@@ -5,10 +5,10 @@ use std::ops::Range;
 use etkv_core::{fail, Result};
 
 use super::blocks::{blocks_of, Block, Packed, BLOCK};
-use super::tiles::{Sums, Tiles};
-use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
-use super::workspace::{Pieces, Workspace};
-use crate::memory::Memory;
+use super::tiles::{add_bias, Sums, Tiles};
+use super::weights::{check_size, check_sizes, check_width, WeightFormat, MAX_SIZE, ROWS};
+use super::workspace::Workspace;
+use crate::memory::pieces::divide;
 use crate::parallel::{Parallel, Serial};
 use crate::simd::Instructions;
 
@@ -43,12 +43,7 @@ impl Linear {
         if self.rows.is_empty() {
             fail!(Program, "expected a matrix at least, got none");
         }
-        for &rows in &self.rows {
-            if !(1..=MAX_SIZE).contains(&rows) {
-                fail!(Program, "rows: expected 1 to {MAX_SIZE}, got {rows}");
-            }
-        }
-        Ok(())
+        self.rows.iter().try_for_each(|&rows| check_size("rows", rows, MAX_SIZE))
     }
 }
 
@@ -93,13 +88,9 @@ pub(super) fn multiply_with(
     check(linear, x, products)?;
     let (columns, format) = (linear.columns, linear.format);
     let n_tokens = x.len() / columns;
-    let pieces = |start| {
-        let mut pieces = Pieces::at(start);
-        (pieces.take(n_tokens, columns, format.group()), pieces.size())
-    };
-    // The first pass over the pieces, without a block, only computes the size.
-    let (_, size) = pieces(std::ptr::null_mut());
-    let start = Memory::at_least(&mut workspace.memory, size)?.as_ptr();
+    let inputs = divide(&mut workspace.memory, |pieces| {
+        Packed::of(pieces, n_tokens, columns, format.group())
+    })?;
     let tiles = Tiles::of(instructions, format);
     let matrices = products.iter_mut().zip(&linear.rows).map(|(product, &rows)| Matrix {
         weights: product.weights,
@@ -112,7 +103,7 @@ pub(super) fn multiply_with(
         most: tiles.most(),
         tile_size: format.tile_size(columns),
         x,
-        inputs: pieces(start).0,
+        inputs,
         n_tokens,
         matrices: matrices.collect(),
     };
@@ -136,15 +127,11 @@ fn check(linear: &Linear, x: &[f32], products: &[Product]) -> Result<()> {
     let alignment = linear.format.alignment();
     for (product, &rows) in products.iter().zip(&linear.rows) {
         let size = rows.div_ceil(ROWS) * linear.format.tile_size(linear.columns);
-        for (name, expected, found) in [
+        check_sizes(&[
             ("weights", size, product.weights.len()),
             ("bias", rows, product.bias.map_or(rows, <[f32]>::len)),
             ("output", n_tokens * rows, product.out.len()),
-        ] {
-            if expected != found {
-                fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
-            }
-        }
+        ])?;
         if product.weights.as_ptr().align_offset(alignment) != 0 {
             fail!(Shape, "weights: expected an address that is a multiple of {alignment}");
         }
@@ -221,11 +208,8 @@ impl Step<'_> {
                 }
                 let column = tile * ROWS;
                 let width = ROWS.min(matrix.rows - column);
-                let bias = matrix.bias.map(|bias| &bias[column..][..width]);
-                for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
-                    if let Some(bias) = bias {
-                        sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
-                    }
+                add_bias(&mut sums, block.n, matrix.bias.map(|bias| &bias[column..][..width]));
+                for (i, sums) in sums.chunks_exact(ROWS).take(block.n).enumerate() {
                     let at = (block.first + i) * matrix.rows + column;
                     // SAFETY: only this task uses the columns of these tokens.
                     unsafe {

@@ -10,6 +10,14 @@ use crate::simd::{with_simd, Instructions, Kernel, Simd};
 /// The results of a tile and a block, `[n, 16]`.
 pub(crate) type Sums = [f32; BLOCK * ROWS];
 
+/// Adds the biases of a tile's rows to the results for the `n` rows of a block.
+pub(crate) fn add_bias(sums: &mut Sums, n: usize, bias: Option<&[f32]>) {
+    let Some(bias) = bias else { return };
+    for sums in sums.chunks_exact_mut(ROWS).take(n) {
+        sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+    }
+}
+
 /// Multiplies tiles of weights by blocks of inputs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiles {

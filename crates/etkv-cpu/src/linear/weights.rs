@@ -120,14 +120,36 @@ impl WeightFormat {
     }
 }
 
+/// Checks that a size is from 1 to `most`.
+///
+/// # Errors
+/// [`Program`](etkv_core::Status::Program).
+pub(crate) fn check_size(name: &str, size: usize, most: usize) -> Result<()> {
+    if !(1..=most).contains(&size) {
+        fail!(Program, "{name}: expected 1 to {most}, got {size}");
+    }
+    Ok(())
+}
+
+/// Checks the sizes of a call's arguments, each with its name, the expected size and the found one.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape).
+pub(crate) fn check_sizes(sizes: &[(&str, usize, usize)]) -> Result<()> {
+    for (name, expected, found) in sizes {
+        if expected != found {
+            fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
+        }
+    }
+    Ok(())
+}
+
 /// Checks that weights in `format` can have rows of this width.
 ///
 /// # Errors
 /// [`Program`](etkv_core::Status::Program).
 pub(crate) fn check_width(width: usize, format: WeightFormat) -> Result<()> {
-    if !(1..=MAX_SIZE).contains(&width) {
-        fail!(Program, "width of rows: expected 1 to {MAX_SIZE}, got {width}");
-    }
+    check_size("width of rows", width, MAX_SIZE)?;
     let Some((_, group, scales)) = format.in_groups() else {
         return Ok(());
     };

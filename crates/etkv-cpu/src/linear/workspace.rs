@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::blocks::Packed;
 use crate::memory::Memory;
 
 /// Memory for one call at a time. It grows to the size of the largest call, so only the first step of a shape
@@ -10,43 +9,6 @@ use crate::memory::Memory;
 #[derive(Debug, Default)]
 pub struct Workspace {
     pub(super) memory: Option<Memory>,
-}
-
-/// Divides a block of memory into pieces for inputs. Their contents are arbitrary, but initialized.
-pub(crate) struct Pieces {
-    start: *mut u8,
-    used: usize,
-}
-
-impl Pieces {
-    /// Begins at `start`. With a null pointer, the pieces only serve to compute the size.
-    pub fn at(start: *mut u8) -> Self {
-        Self { start, used: 0 }
-    }
-
-    /// Returns the bytes of all pieces so far.
-    pub fn size(&self) -> usize {
-        self.used
-    }
-
-    /// Returns a piece for the inputs of a product, `[rows, columns]`, as floats or as groups of integers.
-    pub fn take(&mut self, rows: usize, columns: usize, group: Option<usize>) -> Packed {
-        let mut piece = |size: usize| {
-            let at = self.start.wrapping_add(self.used);
-            // The allocation refuses a saturated size.
-            let size = rows.saturating_mul(size).saturating_add(63) & !63;
-            self.used = self.used.saturating_add(size);
-            at
-        };
-        let groups = group.map_or(0, |group| columns / group);
-        Packed {
-            rows: piece(if group.is_some() { columns } else { 4 * columns }),
-            scales: piece(4 * groups).cast(),
-            starts: piece(4 * groups).cast(),
-            columns,
-            group: group.unwrap_or(0),
-        }
-    }
 }
 
 /// The workspaces of a process, which the calls of all programs share. A call borrows one. They are freed

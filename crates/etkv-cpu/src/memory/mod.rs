@@ -1,6 +1,7 @@
 //! Blocks of memory that a store and its views share.
 
 mod pages;
+pub(crate) mod pieces;
 
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 use std::ptr::NonNull;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use etkv_core::{Error, Result, Status};
 
 use pages::Mapping;
-pub(crate) use pages::{page, Freezer, Piece, SHARES};
+pub(crate) use pages::{page, Piece, SHARES};
 
 /// A block of bytes, aligned to a cache line. The store writes to it only while no view uses it.
 #[derive(Debug)]
@@ -196,6 +197,7 @@ pub(crate) mod shortage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::refused::refused;
 
     #[test]
     fn blocks_are_zeros_at_a_cache_line() {
@@ -215,11 +217,8 @@ mod tests {
     fn mappings_share_what_none_of_them_wrote() {
         let page = page();
         let bytes: Vec<u8> = (0..3 * page + 7).map(|n| (n % 251) as u8).collect();
-        let piece = {
-            let mut freezer = Freezer::new().unwrap();
-            freezer.add(&[1; 5], 0).unwrap();
-            freezer.add(&bytes, 0).unwrap()
-        };
+        Piece::freeze(&[1; 5], 0).unwrap();
+        let piece = Piece::freeze(&bytes, 0).unwrap();
         let map = || Memory::mapped(vec![piece.clone()], bytes.len(), 8 * page).unwrap();
         let (mut a, mut b) = (map(), map());
         assert_eq!(a.bytes(), bytes);
@@ -234,8 +233,7 @@ mod tests {
         assert_eq!((b.bytes()[0], b.bytes()[page]), (77, bytes[page]));
         drop(a);
         // A block that begins with a part of the frozen bytes, and continues with other bytes.
-        let mut freezer = Freezer::new().unwrap();
-        let next = freezer.add(&[5; 10], 2 * page).unwrap();
+        let next = Piece::freeze(&[5; 10], 2 * page).unwrap();
         let joined = vec![piece.up_to(2 * page).unwrap(), next];
         drop(piece);
         drop(b);
@@ -251,9 +249,7 @@ mod tests {
     #[test]
     fn sizes_that_no_machine_has_are_refused() {
         for size in [usize::MAX, isize::MAX as usize, 1 << 60] {
-            let error = Memory::zeroed(size).unwrap_err();
-            assert_eq!(error.status(), Status::Backend);
-            assert!(error.message().contains(&format!("{size} bytes")), "{error}");
+            refused(Memory::zeroed(size), Status::Backend, &format!("{size} bytes"));
         }
     }
 

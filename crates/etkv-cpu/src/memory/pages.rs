@@ -16,8 +16,8 @@ use etkv_core::{Error, Result, Status};
 use rustix::io::Errno;
 use rustix::mm::{mmap_anonymous, munmap, MapFlags, ProtFlags};
 
+use frozen::FrozenPages;
 pub(crate) use frozen::SHARES;
-use frozen::{FrozenPages, Writer};
 
 const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
@@ -25,38 +25,27 @@ const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
     frozen: Arc<FrozenPages>,
-    offset: u64,
     place: Range<usize>,
 }
 
 impl Piece {
+    /// Copies bytes to a piece for the offset `place` of a mapping, which is a page boundary.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if memory is lacking.
+    pub fn freeze(bytes: &[u8], place: usize) -> Result<Self> {
+        let whole = whole_pages(bytes.len());
+        let frozen = may_lack().and_then(|()| FrozenPages::new(bytes, whole));
+        let frozen = frozen
+            .map_err(|error| lacking(&format!("{} bytes of a prefix", bytes.len()), error))?;
+        Ok(Self { frozen: Arc::new(frozen), place: place..place.saturating_add(whole) })
+    }
+
     /// Returns the part of this piece before the offset `end`, which is a page boundary. Returns `None` if
     /// the piece begins at or after `end`.
     pub fn up_to(&self, end: usize) -> Option<Self> {
         let end = end.min(self.place.end);
         (self.place.start < end).then(|| Self { place: self.place.start..end, ..self.clone() })
-    }
-}
-
-pub(crate) struct Freezer(Writer);
-
-impl Freezer {
-    /// # Errors
-    /// [`Backend`](Status::Backend) if the system has no room for frozen bytes.
-    pub fn new() -> Result<Self> {
-        Writer::new().map(Self).map_err(|error| lacking("a prefix", error))
-    }
-
-    /// Copies bytes to a piece for the offset `place` of a mapping, which is a page boundary.
-    ///
-    /// # Errors
-    /// [`Backend`](Status::Backend) if memory is lacking.
-    pub fn add(&mut self, bytes: &[u8], place: usize) -> Result<Piece> {
-        let whole = whole_pages(bytes.len());
-        let added = may_lack().and_then(|()| self.0.add(bytes, whole));
-        let (frozen, offset) =
-            added.map_err(|error| lacking(&format!("{} bytes of a prefix", bytes.len()), error))?;
-        Ok(Piece { frozen, offset, place: place..place.saturating_add(whole) })
     }
 }
 
@@ -91,12 +80,12 @@ impl Mapping {
         let start =
             NonNull::new(start.map_err(lacks)?.cast()).ok_or(Errno::NOMEM).map_err(lacks)?;
         let mapping = Self { start, size, pieces };
-        for Piece { frozen, offset, place } in &mapping.pieces {
+        for Piece { frozen, place } in &mapping.pieces {
             debug_assert!(place.start % page() == 0 && place.end <= size);
             // SAFETY: the range is inside the new mapping, to which there are no references yet.
             let mapped = unsafe {
                 let at = mapping.start.as_ptr().add(place.start);
-                frozen.map(at, place.len(), *offset)
+                frozen.map(at, place.len())
             };
             mapped.map_err(lacks)?;
         }

@@ -4,11 +4,13 @@ use etkv_core::{fail, Result};
 use etkv_delegate::Argument;
 
 use crate::linear::WeightFormat;
-use crate::tensor::{Dtype, Tensor};
+use crate::tensor::{row_major, Dtype, Tensor};
 
 /// ExecuTorch's numbers for dtypes.
 const BYTE: i8 = 0;
-pub const LONG: i8 = 4;
+const INT: i8 = 3;
+const LONG: i8 = 4;
+const HALF: i8 = 5;
 const FLOAT: i8 = 6;
 const BFLOAT16: i8 = 15;
 
@@ -18,9 +20,9 @@ const BFLOAT16: i8 = 15;
 /// [`Dtype`](etkv_core::Status::Dtype) for types other than float32, float16 and bfloat16.
 pub fn dtype(scalar_type: i8) -> Result<Dtype> {
     match scalar_type {
-        6 => Ok(Dtype::F32),
-        5 => Ok(Dtype::F16),
-        15 => Ok(Dtype::Bf16),
+        FLOAT => Ok(Dtype::F32),
+        HALF => Ok(Dtype::F16),
+        BFLOAT16 => Ok(Dtype::Bf16),
         other => fail!(
             Dtype,
             "expected a tensor in float32, float16 or bfloat16, got ExecuTorch's type {other}"
@@ -34,7 +36,7 @@ pub fn dtype(scalar_type: i8) -> Result<Dtype> {
 /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
 /// message includes `name`.
 pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
-    check_tensor(argument, name).map_err(|error| error.at(name))?;
+    check_tensor(argument, name)?;
     let &[batch, heads, n, dim] = argument.shape() else {
         fail!(Shape, "{name}: expected 4 dimensions, got shape {:?}", argument.shape());
     };
@@ -50,8 +52,8 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
 /// # Errors
 /// As [`rows`].
 pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Tensor> {
-    let dtype = check_tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
-    let dtype = dtype.map_err(|error| error.at(name))?;
+    check_tensor(argument, name)?;
+    let dtype = dtype(argument.scalar_type()).map_err(|error| error.at(name))?;
     let count = elements(&shape);
     let bytes = argument.bytes();
     if bytes.len() != count * dtype.size() || bytes.as_ptr().align_offset(dtype.size()) != 0 {
@@ -62,12 +64,8 @@ pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Te
             bytes.len()
         );
     }
-    let mut strides = [1isize; 4];
-    for axis in (0..3).rev() {
-        strides[axis] = strides[axis + 1] * shape[axis + 1] as isize;
-    }
     // SAFETY: the argument has the bytes of the shape, and outlives the call.
-    unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, strides) }
+    unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, row_major(shape)) }
 }
 
 /// Returns an argument of shape `expected` as a tensor of shape `axes`.
@@ -101,6 +99,18 @@ pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
     }
     check_elements(argument, name, floats.len())?;
     Ok(floats)
+}
+
+/// Returns the elements of an int64 tensor, 8 little-endian bytes each.
+///
+/// # Errors
+/// [`Dtype`](etkv_core::Status::Dtype) for any other argument. The message includes `name`.
+pub fn integers<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [u8]> {
+    if !argument.is_tensor() || argument.scalar_type() != LONG {
+        let found = argument.scalar_type();
+        fail!(Dtype, "{name}: expected int64, got ExecuTorch's type {found}");
+    }
+    Ok(argument.bytes())
 }
 
 /// Checks that an argument has as many elements as its shape, since an output of that shape has room for no
@@ -155,15 +165,15 @@ pub fn pick<'a, const N: usize>(
 /// [`Position`](etkv_core::Status::Position) for a value that is not a 32-bit integer;
 /// [`Dtype`](etkv_core::Status::Dtype) and [`Shape`](etkv_core::Status::Shape) for other tensors.
 pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
-    check_tensor(argument, "positions").map_err(|error| error.at("positions"))?;
+    check_tensor(argument, "positions")?;
     let components = match *argument.shape() {
         [_] => 1,
         [_, n] if n > 0 => n as usize,
         _ => fail!(Shape, "positions: expected [T] or [T, n], got {:?}", argument.shape()),
     };
     let size = match argument.scalar_type() {
-        4 => 8,
-        3 => 4,
+        LONG => 8,
+        INT => 4,
         other => fail!(Dtype, "positions: expected int64 or int32, got ExecuTorch's type {other}"),
     };
     out.clear();
@@ -197,7 +207,7 @@ pub fn reserve(positions: &mut Vec<i32>, n: usize) -> Result<()> {
 
 fn check_tensor(argument: &Argument, name: &str) -> Result<()> {
     if !argument.is_tensor() {
-        fail!(InvalidArgument, "expected a tensor of {name}, got an integer");
+        fail!(InvalidArgument, "{name}: expected a tensor of {name}, got an integer");
     }
     Ok(())
 }

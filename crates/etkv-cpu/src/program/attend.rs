@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use etkv_core::{fail, Result, Scoring};
-use etkv_delegate::Argument;
 
 use super::argument::{self, pick};
 use super::forward::{output, Forward, Run, State};
-use super::payload::{Attend, AttendSinks, LayerCall};
+use super::payload::AttendSinks;
 use crate::attend::attend_into;
 use crate::tensor::Tensor;
 
@@ -18,34 +17,14 @@ use crate::tensor::Tensor;
 /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
 /// [`commit`](etkv_core::AttendCache::commit), the errors of the host, and [`Step`](etkv_core::Status::Step)
 /// for a call out of order.
-pub fn attend(forward: &Arc<Forward>, attend: &Attend, run: Run) -> Result<()> {
-    let tensors = attend.inputs.map(|input| &run.inputs[input]);
-    run_attention(forward, &attend.call, tensors, None, attend.scale.into(), run)
-}
-
-/// Runs a call of attention with sinks or a softcap. An error rolls the step back.
-///
-/// # Errors
-/// As [`attend`].
-pub fn attend_sinks(forward: &Arc<Forward>, attend: &AttendSinks, run: Run) -> Result<()> {
-    let [Some(q), Some(k), Some(v), Some(positions), sinks] = pick(run.inputs, &attend.inputs)
+pub fn attend(forward: &Arc<Forward>, attend: &AttendSinks, run: Run) -> Result<()> {
+    let Run { inputs, output_type, host, parallel } = run;
+    let [Some(queries), Some(k), Some(v), Some(positions), sinks] = pick(inputs, &attend.inputs)
     else {
         fail!(Internal, "a call of attention lacks inputs");
     };
-    let scoring = Scoring { softcap: attend.softcap, ..attend.scale.into() };
-    run_attention(forward, &attend.call, [q, k, v, positions], sinks, scoring, run)
-}
-
-fn run_attention(
-    forward: &Arc<Forward>,
-    call: &LayerCall,
-    [queries, k, v, positions]: [&Argument; 4],
-    sinks: Option<&Argument>,
-    scoring: Scoring<[f32]>,
-    run: Run,
-) -> Result<()> {
-    let Run { output_type, host, parallel, .. } = run;
-    forward.run(call, positions, |state| {
+    let call = (attend.call.call, attend.call.layer);
+    forward.run(&attend.call, positions, |state| {
         let State { forwards, positions, attention, .. } = state;
         let q = argument::rows(queries, "queries")?;
         let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
@@ -55,8 +34,9 @@ fn run_attention(
                 .map(|sinks| Tensor::to_f32(&sinks))
         });
         let sinks = sinks.transpose()?;
-        let scoring = Scoring { sinks: sinks.as_deref(), ..scoring };
-        forwards.call((call.call, call.layer), positions, &k, &v, |spec| {
+        let AttendSinks { scale, softcap, .. } = *attend;
+        let scoring = Scoring { scale, softcap, sinks: sinks.as_deref() };
+        forwards.call(call, positions, &k, &v, |spec| {
             let shape = [1, heads, n, spec.v.head_dim() as i32];
             let out = output(host, &shape, output_type, &[(queries, "queries")])?;
             // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it.

@@ -9,7 +9,7 @@ use tracing::{trace, warn};
 use super::experts::ExpertsCall;
 use super::forward::{Forward, Run};
 use super::linear::{Embeddings, Linears};
-use super::payload::{self, Attend, AttendSinks, Convolve, LayerCall, Logits, Payload, Scan};
+use super::payload::{self, AttendSinks, Convolve, LayerCall, Logits, Payload, Scan};
 use super::{attend, by_capacity, recurrent, rows, TARGET};
 use crate::parallel::Parallel;
 
@@ -29,8 +29,7 @@ enum Op {
 
 /// An op on a layer of the cache.
 enum LayerOp {
-    Attend(Attend),
-    AttendSinks(AttendSinks),
+    Attend(AttendSinks),
     Convolve(Convolve),
     Scan(Scan),
 }
@@ -39,7 +38,6 @@ impl LayerOp {
     fn call(&self) -> &LayerCall {
         match self {
             Self::Attend(attend) => &attend.call,
-            Self::AttendSinks(attend) => &attend.call,
             Self::Convolve(convolve) => &convolve.call,
             Self::Scan(scan) => &scan.call,
         }
@@ -47,25 +45,21 @@ impl LayerOp {
 
     fn n_inputs(&self) -> usize {
         match self {
-            Self::Attend(attend) => payload::n_inputs(&attend.inputs.map(Some)),
-            Self::AttendSinks(attend) => payload::n_inputs(&attend.inputs),
+            Self::Attend(attend) => payload::n_inputs(&attend.inputs),
             Self::Convolve(convolve) => payload::n_inputs(&convolve.inputs),
             Self::Scan(scan) => payload::n_inputs(&scan.inputs),
         }
     }
 
     fn run(&self, forward: &Arc<Forward>, run: Run) -> Result<()> {
-        let layer = self.call().layer;
-        match self {
-            Self::Attend(attend) => attend::attend(forward, attend, run)
-                .map_err(|error| error.at(format_args!("layer {layer}"))),
-            Self::AttendSinks(attend) => attend::attend_sinks(forward, attend, run)
-                .map_err(|error| error.at(format_args!("layer {layer}"))),
-            Self::Convolve(convolve) => recurrent::convolve(forward, convolve, run)
-                .map_err(|error| error.at(format_args!("recurrent layer {layer}"))),
-            Self::Scan(scan) => recurrent::scan(forward, scan, run)
-                .map_err(|error| error.at(format_args!("recurrent layer {layer}"))),
-        }
+        let (done, kind) = match self {
+            Self::Attend(attend) => (attend::attend(forward, attend, run), "layer"),
+            Self::Convolve(convolve) => {
+                (recurrent::convolve(forward, convolve, run), "recurrent layer")
+            }
+            Self::Scan(scan) => (recurrent::scan(forward, scan, run), "recurrent layer"),
+        };
+        done.map_err(|error| error.at(format_args!("{kind} {}", self.call().layer)))
     }
 }
 
@@ -96,7 +90,7 @@ impl Call {
             );
         }
         let op = match payload {
-            Payload::SelectRows(_) => return Ok(Self(Op::SelectRows(options.logits))),
+            Payload::SelectRows => return Ok(Self(Op::SelectRows(options.logits))),
             Payload::SelectByCapacity(choice) => {
                 let key = options.cache_key.as_deref();
                 return Ok(Self(Op::SelectByCapacity(by_capacity::choose(&choice, key)?)));
@@ -106,8 +100,8 @@ impl Call {
             }
             Payload::Linear(call) => return Ok(Self(Op::Linear(Box::new(Linears::new(call))))),
             Payload::Embedding(call) => return Ok(Self(Op::Embedding(Embeddings::new(&call)))),
-            Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend),
-            Payload::UpdateAndAttendSinks(attend) => LayerOp::AttendSinks(attend),
+            Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend.into()),
+            Payload::UpdateAndAttendSinks(attend) => LayerOp::Attend(attend),
             Payload::UpdateAndConvolve(convolve) => LayerOp::Convolve(convolve),
             Payload::UpdateAndScan(scan) => LayerOp::Scan(scan),
         };

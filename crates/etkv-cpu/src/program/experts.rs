@@ -5,13 +5,12 @@ use std::sync::{Arc, Mutex, Weak};
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host};
 
-use super::argument::{floats, packed, LONG};
+use super::argument::{floats, integers, packed, pick};
 use super::forward::output;
 use super::payload::{self, RoutedExperts};
-use crate::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
+use crate::experts::{route_into, Activation, Experts, Inputs, Workspace};
 use crate::linear::Workspaces;
 use crate::parallel::Parallel;
-use crate::tensor::Dtype;
 
 /// A loaded call.
 pub struct ExpertsCall {
@@ -47,7 +46,7 @@ impl ExpertsCall {
         parallel: &dyn Parallel,
     ) -> Result<()> {
         let [Some(x), Some(chosen), Some(factors), Some(first), Some(second), first_bias, second_bias] =
-            self.inputs.map(|input| input.and_then(|input| inputs.get(input)))
+            pick(inputs, &self.inputs)
         else {
             fail!(Internal, "a call of experts lacks inputs");
         };
@@ -61,13 +60,11 @@ impl ExpertsCall {
         if hidden as usize != experts.hidden {
             fail!(Shape, "hidden states: expected rows of {}, got {hidden}", experts.hidden);
         }
-        if chosen.scalar_type() != LONG {
-            fail!(Dtype, "experts: expected int64, got ExecuTorch's type {}", chosen.scalar_type());
-        }
+        let chosen_experts = integers(chosen, "experts")?;
         let given = Inputs {
             x: floats(x, "hidden states")?,
             k: k as usize,
-            experts: chosen.bytes(),
+            experts: chosen_experts,
             routing_weights: floats(factors, "factors")?,
             first: packed(first, experts.weights[0])?,
             second: packed(second, experts.weights[1])?,
@@ -78,12 +75,8 @@ impl ExpertsCall {
         read.extend([(first, "weights"), (second, "weights")]);
         read.extend([first_bias, second_bias].into_iter().flatten().map(|bias| (bias, "biases")));
         let out = output(host, &[n_tokens, hidden], output_type, &read)?;
-        if out.dtype != Dtype::F32 {
-            fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
-        }
-        // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it. No
-        // input of the call overlaps it.
-        let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), given.x.len()) };
+        // SAFETY: only this call borrows the host's memory, and no input of the call overlaps it.
+        let out = unsafe { out.floats()? };
         self.workspaces.with(|workspace| route_into(experts, &given, out, workspace, parallel))
     }
 }
@@ -97,13 +90,7 @@ impl RoutedExperts {
             intermediate: self.intermediate,
             weights: std::array::from_fn(|at| self.weights.0[at].format(self.group_size.0[at])),
             activation: Activation {
-                function: match self.activation {
-                    payload::Between::Silu => Function::Silu,
-                    payload::Between::Gelu => Function::Gelu,
-                    payload::Between::GeluTanh => Function::GeluTanh,
-                    payload::Between::Relu => Function::Relu,
-                    payload::Between::Relu2 => Function::Relu2,
-                },
+                function: self.activation,
                 gated: self.gated,
                 alpha: self.alpha,
                 limit: self.limit.unwrap_or(f32::INFINITY),

@@ -204,6 +204,27 @@ impl State {
 pub struct OutputMemory {
     pub start: *mut u8,
     pub dtype: Dtype,
+    /// ExecuTorch's number for the dtype.
+    output_type: i8,
+    /// The number of elements.
+    n: usize,
+}
+
+impl OutputMemory {
+    /// Returns the elements.
+    ///
+    /// # Errors
+    /// [`Dtype`](etkv_core::Status::Dtype) if they are not in float32.
+    ///
+    /// # Safety
+    /// Nothing else may use the memory during `'a`.
+    pub unsafe fn floats<'a>(&self) -> Result<&'a mut [f32]> {
+        if self.dtype != Dtype::F32 {
+            fail!(Dtype, "output: expected float32, got ExecuTorch's type {}", self.output_type);
+        }
+        // SAFETY: the host's memory has room for the elements and is aligned, and the caller ensures the rest.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.n) })
+    }
 }
 
 /// Gets the memory of an output of this shape from the host. `read` lists the inputs that are read while the
@@ -229,7 +250,8 @@ pub fn output_at(
     read: &[(&Argument, &str)],
 ) -> Result<OutputMemory> {
     let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
-    let size = shape.iter().map(|&size| size as usize).product::<usize>() * dtype.size();
+    let n: usize = shape.iter().map(|&size| size as usize).product();
+    let size = n * dtype.size();
     let out = host.place(index, shape, size)?;
     let start = out.as_mut_ptr();
     if out.len() != size || start.align_offset(dtype.size()) != 0 {
@@ -243,5 +265,5 @@ pub fn output_at(
             fail!(Shape, "output: its memory overlaps that of the {name}");
         }
     }
-    Ok(OutputMemory { start, dtype })
+    Ok(OutputMemory { start, dtype, output_type, n })
 }

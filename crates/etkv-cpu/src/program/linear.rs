@@ -6,15 +6,11 @@ use std::sync::{Arc, Mutex, Weak};
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host};
 
-use super::argument::{check_elements, floats, packed, LONG};
+use super::argument::{check_elements, floats, integers, packed};
 use super::forward::output_at;
 use super::payload::{self, EmbeddingCall, LinearCall};
-use crate::linear::{
-    embed_into, multiply_into, Embedding, Linear, Product, Scales, WeightFormat, Workspace,
-    Workspaces,
-};
+use crate::linear::{embed_into, multiply_into, Embedding, Linear, Product, Workspace, Workspaces};
 use crate::parallel::Parallel;
-use crate::tensor::Dtype;
 
 /// A loaded call of products.
 pub struct Linears {
@@ -76,9 +72,6 @@ impl Linears {
             let mut read = vec![(x, "input"), (weights, "weights")];
             read.extend(bias.map(|bias| (bias, "bias")));
             let out = output_at(host, at, &shape, output_type, &read)?;
-            if out.dtype != Dtype::F32 {
-                fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
-            }
             if products
                 .iter()
                 .any(|product: &Product| overlaps(product.out, out.start, n_tokens * rows))
@@ -88,9 +81,8 @@ impl Linears {
             products.push(Product {
                 weights: packed(weights, format)?,
                 bias: bias.map(|bias| floats(bias, "bias")).transpose()?,
-                // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows
-                // it. No input of the call overlaps it.
-                out: unsafe { std::slice::from_raw_parts_mut(out.start.cast(), n_tokens * rows) },
+                // SAFETY: only this call borrows the host's memory, and no input or other output overlaps it.
+                out: unsafe { out.floats()? },
             });
         }
         self.workspaces.with(|workspace| {
@@ -137,21 +129,14 @@ impl Embeddings {
     ) -> Result<()> {
         let [ids, weights] = self.inputs.map(|input| &inputs[input]);
         let Embedding { width, format, .. } = self.embedding;
-        if !ids.is_tensor() || ids.scalar_type() != LONG {
-            fail!(Dtype, "ids: expected int64, got ExecuTorch's type {}", ids.scalar_type());
-        }
-        check_elements(ids, "ids", ids.bytes().len() / 8)?;
+        let numbers = integers(ids, "ids")?;
+        check_elements(ids, "ids", numbers.len() / 8)?;
         let mut shape = ids.shape().to_vec();
         shape.push(width as i32);
         let out = output_at(host, 0, &shape, output_type, &[(ids, "ids"), (weights, "weights")])?;
-        if out.dtype != Dtype::F32 {
-            fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
-        }
-        let n = ids.bytes().len() / 8 * width;
-        // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it. No
-        // input of the call overlaps it.
-        let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), n) };
-        embed_into(&self.embedding, ids.bytes(), packed(weights, format)?, out, parallel)
+        // SAFETY: only this call borrows the host's memory, and no input of the call overlaps it.
+        let out = unsafe { out.floats()? };
+        embed_into(&self.embedding, numbers, packed(weights, format)?, out, parallel)
     }
 }
 
@@ -168,30 +153,5 @@ impl EmbeddingCall {
     pub fn embedding(&self) -> Embedding {
         let format = self.weights.format(self.group_size);
         Embedding { rows: self.rows, width: self.width, format }
-    }
-}
-
-impl payload::Weights {
-    /// Returns the format of weights in groups of `group`.
-    pub fn format(self, group: usize) -> WeightFormat {
-        match self {
-            Self::Float32 => WeightFormat::F32,
-            Self::Bfloat16 => WeightFormat::Bf16,
-            Self::Int8 => WeightFormat::Int8 { group, scales: Scales::Bf16 },
-            Self::Int8Float16 => WeightFormat::Int8 { group, scales: Scales::F16 },
-            Self::Int8Float32 => WeightFormat::Int8 { group, scales: Scales::F32 },
-            Self::Int8Bfloat16Biased => WeightFormat::Int8 { group, scales: Scales::Bf16Biased },
-            Self::Int8Float16Biased => WeightFormat::Int8 { group, scales: Scales::F16Biased },
-            Self::Int8Float32Biased => WeightFormat::Int8 { group, scales: Scales::F32Biased },
-            Self::Int8Nested => WeightFormat::Int8 { group, scales: Scales::Nested },
-            Self::Int4 => WeightFormat::Int4 { group, scales: Scales::Bf16 },
-            Self::Int4Float16 => WeightFormat::Int4 { group, scales: Scales::F16 },
-            Self::Int4Float32 => WeightFormat::Int4 { group, scales: Scales::F32 },
-            Self::Int4Bfloat16Biased => WeightFormat::Int4 { group, scales: Scales::Bf16Biased },
-            Self::Int4Float16Biased => WeightFormat::Int4 { group, scales: Scales::F16Biased },
-            Self::Int4Float32Biased => WeightFormat::Int4 { group, scales: Scales::F32Biased },
-            Self::Int4Nested => WeightFormat::Int4 { group, scales: Scales::Nested },
-            Self::Fp4 => WeightFormat::Fp4 { group },
-        }
     }
 }

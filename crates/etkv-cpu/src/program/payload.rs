@@ -5,6 +5,10 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
+use crate::experts::Function;
+use crate::linear::{Scales, WeightFormat};
+use crate::recurrent::{self, Activation};
+
 #[cfg(test)]
 mod tests;
 
@@ -14,6 +18,14 @@ const VERSION: u32 = 1;
 /// The maximum number of calls of a forward. It exceeds that of any model, and limits the memory for a flag
 /// for each call.
 const MAX_CALLS: usize = 1 << 16;
+
+/// A payload with its version.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+    #[serde(flatten)]
+    payload: Payload,
+}
 
 /// The payload of a call.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -28,7 +40,7 @@ pub enum Payload {
     /// A recurrence over a recurrent layer of the cache.
     UpdateAndScan(Scan),
     /// The rows of hidden states for which the model's head computes logits.
-    SelectRows(SelectRows),
+    SelectRows,
     /// One of two tensors, chosen by the capacity of the cache.
     SelectByCapacity(SelectByCapacity),
     /// The experts that a router chose.
@@ -42,7 +54,6 @@ pub enum Payload {
 /// The fields that all calls of a forward have.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct LayerCall {
-    version: u32,
     /// A name that all calls of a program share. Programs of the same graph have the same name.
     pub program: String,
     /// The index of this call in a forward, from 0.
@@ -69,6 +80,13 @@ pub struct Attend {
     pub scale: f32,
     /// The indices of the inputs that are queries, keys, values and positions. Two may be the same.
     pub inputs: [usize; 4],
+}
+
+impl From<Attend> for AttendSinks {
+    fn from(Attend { call, scale, inputs: [q, k, v, positions] }: Attend) -> Self {
+        let inputs = [Some(q), Some(k), Some(v), Some(positions), None];
+        Self { call, scale, softcap: None, inputs }
+    }
 }
 
 /// Attention with sinks or a softcap over a layer of the cache. It is a separate op, so that an earlier build
@@ -100,29 +118,13 @@ pub struct Convolve {
     pub inputs: [Option<usize>; 4],
 }
 
-/// The activation of a convolution.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Activation {
-    None,
-    Silu,
-}
-
 /// A recurrence over a recurrent layer of the cache.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Scan {
     #[serde(flatten)]
     pub call: LayerCall,
-    /// The factor by which outputs are multiplied.
-    pub scale: f32,
-    /// The number of heads of queries and keys.
-    pub k_heads: usize,
-    /// The number of heads of values.
-    pub heads: usize,
-    pub k_dim: usize,
-    pub v_dim: usize,
-    /// Whether each channel of a key has a separate decay.
-    pub channel_decay: bool,
+    #[serde(flatten)]
+    pub scan: recurrent::Scan,
     /// The indices of the inputs that are queries, keys, values, log decays, write strengths and positions.
     /// Only the write strengths may be absent.
     pub inputs: [Option<usize>; 6],
@@ -140,16 +142,9 @@ pub enum Logits {
     Last,
 }
 
-/// The rows of hidden states for which the model's head computes logits.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct SelectRows {
-    version: u32,
-}
-
 /// One of two tensors: the second for a cache whose capacity exceeds the limit.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SelectByCapacity {
-    version: u32,
     /// The largest capacity for which the first tensor is used.
     pub limit: i32,
 }
@@ -157,7 +152,6 @@ pub struct SelectByCapacity {
 /// The experts of a layer. A router chooses some of them for each token.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RoutedExperts {
-    version: u32,
     pub n_experts: usize,
     /// The elements of a hidden state.
     pub hidden: usize,
@@ -167,7 +161,7 @@ pub struct RoutedExperts {
     /// The number of weights of a row that share a scale, or 0 for floats.
     pub group_size: OfProducts<usize>,
     /// The activation between the products.
-    pub activation: Between,
+    pub activation: Function,
     pub gated: bool,
     pub alpha: f32,
     /// Absent if nothing is clamped.
@@ -181,7 +175,6 @@ pub struct RoutedExperts {
 /// Products of one input with one or more matrices.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct LinearCall {
-    version: u32,
     /// The elements of an input row.
     pub columns: usize,
     pub weights: Weights,
@@ -197,7 +190,6 @@ pub struct LinearCall {
 /// Rows of an embedding.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct EmbeddingCall {
-    version: u32,
     /// The size of the vocabulary.
     pub rows: usize,
     /// The elements of a row.
@@ -209,28 +201,47 @@ pub struct EmbeddingCall {
     pub inputs: [usize; 2],
 }
 
-/// The storage format of packed weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Weights {
-    Float32,
-    Bfloat16,
-    /// The scales of integers are bfloat16, unless the name includes another type.
-    Int8,
-    Int8Float16,
-    Int8Float32,
-    Int8Bfloat16Biased,
-    Int8Float16Biased,
-    Int8Float32Biased,
-    Int8Nested,
-    Int4,
-    Int4Float16,
-    Int4Float32,
-    Int4Bfloat16Biased,
-    Int4Float16Biased,
-    Int4Float32Biased,
-    Int4Nested,
-    Fp4,
+/// Declares the names of formats.
+macro_rules! weights {
+    (|$group:ident| $($name:ident: $format:expr,)+) => {
+        /// The storage format of packed weights. The scales of integers are bfloat16, unless the name includes
+        /// another type.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum Weights {
+            $($name,)+
+        }
+
+        impl Weights {
+            /// Returns the format of weights in groups of `group`.
+            pub fn format(self, $group: usize) -> WeightFormat {
+                match self {
+                    $(Self::$name => $format,)+
+                }
+            }
+        }
+    };
+}
+
+weights! {
+    |group|
+    Float32: WeightFormat::F32,
+    Bfloat16: WeightFormat::Bf16,
+    Int8: WeightFormat::Int8 { group, scales: Scales::Bf16 },
+    Int8Float16: WeightFormat::Int8 { group, scales: Scales::F16 },
+    Int8Float32: WeightFormat::Int8 { group, scales: Scales::F32 },
+    Int8Bfloat16Biased: WeightFormat::Int8 { group, scales: Scales::Bf16Biased },
+    Int8Float16Biased: WeightFormat::Int8 { group, scales: Scales::F16Biased },
+    Int8Float32Biased: WeightFormat::Int8 { group, scales: Scales::F32Biased },
+    Int8Nested: WeightFormat::Int8 { group, scales: Scales::Nested },
+    Int4: WeightFormat::Int4 { group, scales: Scales::Bf16 },
+    Int4Float16: WeightFormat::Int4 { group, scales: Scales::F16 },
+    Int4Float32: WeightFormat::Int4 { group, scales: Scales::F32 },
+    Int4Bfloat16Biased: WeightFormat::Int4 { group, scales: Scales::Bf16Biased },
+    Int4Float16Biased: WeightFormat::Int4 { group, scales: Scales::F16Biased },
+    Int4Float32Biased: WeightFormat::Int4 { group, scales: Scales::F32Biased },
+    Int4Nested: WeightFormat::Int4 { group, scales: Scales::Nested },
+    Fp4: WeightFormat::Fp4 { group },
 }
 
 /// What each product of experts has: one value for both in JSON, or a pair.
@@ -248,17 +259,6 @@ impl<'de, T: Copy + DeserializeOwned> Deserialize<'de> for OfProducts<T> {
     }
 }
 
-/// The activation between the products of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Between {
-    Silu,
-    Gelu,
-    GeluTanh,
-    Relu,
-    Relu2,
-}
-
 impl Payload {
     /// Reads a payload.
     ///
@@ -266,20 +266,9 @@ impl Payload {
     /// [`Program`](Status::Program) for bytes that are not a payload, and [`Version`](Status::Version) for a
     /// payload of another version.
     pub fn read(bytes: &[u8]) -> Result<Self> {
-        let payload: Self = serde_json::from_slice(bytes).map_err(|error| {
+        let Versioned { version, payload } = serde_json::from_slice(bytes).map_err(|error| {
             Error::new(Status::Program, format!("the payload of a CPU call is damaged: {error}"))
         })?;
-        let version = match &payload {
-            Self::UpdateAndAttend(attend) => attend.call.version,
-            Self::UpdateAndAttendSinks(attend) => attend.call.version,
-            Self::UpdateAndConvolve(convolve) => convolve.call.version,
-            Self::UpdateAndScan(scan) => scan.call.version,
-            Self::SelectRows(SelectRows { version }) => *version,
-            Self::SelectByCapacity(SelectByCapacity { version, .. }) => *version,
-            Self::RoutedExperts(call) => call.version,
-            Self::Linear(call) => call.version,
-            Self::Embedding(call) => call.version,
-        };
         if version != VERSION {
             fail!(
                 Version,
@@ -307,7 +296,7 @@ impl Payload {
             Self::UpdateAndScan(scan) => {
                 scan.call.check(scan.call.n_recurrent)?;
                 check_inputs(&scan.inputs, &[4])?;
-                check_scale(scan.scale)?;
+                check_scale(scan.scan.scale)?;
             }
             Self::RoutedExperts(call) => {
                 for (weights, group) in call.weights.0.into_iter().zip(call.group_size.0) {
@@ -336,7 +325,7 @@ impl Payload {
                 call.embedding().check()?;
                 check_inputs(&call.inputs.map(Some), &[])?;
             }
-            Self::SelectRows(_) | Self::SelectByCapacity(_) => {}
+            Self::SelectRows | Self::SelectByCapacity(_) => {}
         }
         Ok(payload)
     }

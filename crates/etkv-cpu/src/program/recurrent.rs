@@ -6,8 +6,8 @@ use etkv_core::{fail, Result};
 
 use super::argument::{pick, tensor};
 use super::forward::{output, Forward, Run, State};
-use super::payload::{self, Convolve, Scan};
-use crate::recurrent::{convolve_into, scan_into, Activation, ConvolveInputs, ScanInputs};
+use super::payload::{Convolve, Scan};
+use crate::recurrent::{convolve_into, scan_into, ConvolveInputs, ScanInputs};
 
 /// Runs a call of a convolution. An error rolls the step back.
 ///
@@ -31,10 +31,7 @@ pub fn convolve(forward: &Arc<Forward>, convolve: &Convolve, run: Run) -> Result
             x: &tensor(x, "columns", &[1, channels, n], [1, channels, n, 1])?,
             weight: &tensor(weight, "weights", &[channels, width], [1, 1, channels, width])?,
             bias: bias.as_ref(),
-            activation: match convolve.activation {
-                payload::Activation::None => Activation::None,
-                payload::Activation::Silu => Activation::Silu,
-            },
+            activation: convolve.activation,
         };
         let call = (convolve.call.call, convolve.call.layer);
         forwards.call_recurrent(call, positions, &mut |spec| {
@@ -57,16 +54,16 @@ pub fn scan(forward: &Arc<Forward>, scan: &Scan, run: Run) -> Result<()> {
     else {
         fail!(Internal, "a call of a recurrence lacks inputs");
     };
-    let Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale, .. } = *scan;
-    let sizes = crate::recurrent::Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale };
-    let [k_heads, heads, k_dim, v_dim] = [k_heads, heads, k_dim, v_dim].map(|size| size as i32);
+    let sizes = scan.scan;
+    let [k_heads, heads, k_dim, v_dim] =
+        [sizes.k_heads, sizes.heads, sizes.k_dim, sizes.v_dim].map(|size| size as i32);
     let (decays, strengths) = (g, beta);
     forward.run(&scan.call, positions, |state| {
         let State { forwards, positions, recurrent, .. } = state;
         let n = positions.len() as i32;
         let keys = [1, k_heads, n, k_dim];
         let values = [1, heads, n, v_dim];
-        let g = match channel_decay {
+        let g = match sizes.channel_decay {
             true => tensor(g, "decays", &[1, heads, n, k_dim], [1, heads, n, k_dim])?,
             false => tensor(g, "decays", &[1, heads, n], [1, heads, n, 1])?,
         };

@@ -3,20 +3,17 @@
 // An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use etkv_core::bookkeeping::{RecurrentPlan, RowSource};
 use etkv_core::{fail, RecurrentRows, RecurrentSpec, Result};
-use half::{bf16, f16};
+use serde::Deserialize;
 
 use super::check::{axis, check_rows, check_shape, Stored};
 use super::exp::exp;
 use super::load::load_run;
 use super::scan::owned;
-use super::workspace::{Layout, Pieces};
 use super::Workspace;
-use crate::floats::{store_bf16, store_f16, store_f32};
-use crate::parallel::{Parallel, Serial};
+use crate::memory::pieces::{divide_for, Layout, Pieces};
+use crate::parallel::{share, Parallel, Serial};
 use crate::simd::{with_simd, Instructions};
 use crate::simd::{Kernel, Simd};
 use crate::store::view::View;
@@ -29,7 +26,8 @@ const CHANNELS: usize = 256;
 const LINE: usize = 16;
 
 /// The activation function of a convolution.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// Nothing.
     #[default]
@@ -73,11 +71,7 @@ pub fn convolve(
     let [_, channels, n_tokens, _] = shape.map(|size| size as usize);
     check_shape(inputs.x, "columns", [1, channels, n_tokens, 1])?;
     let size = channels * n_tokens;
-    let mut values = match out_dtype.unwrap_or(inputs.x.dtype()) {
-        Dtype::F32 => Values::F32(vec![0.0; size]),
-        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
-        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
-    };
+    let mut values = Values::zeros(out_dtype.unwrap_or(inputs.x.dtype()), size);
     let (start, dtype) = values.as_mut_ptr();
     // SAFETY: `values` has the elements, and they are contiguous. Rows in the workspace are copied while it
     // is borrowed.
@@ -151,20 +145,15 @@ pub(super) unsafe fn convolve_with(
     let sizes = Sizes { channels, n_tokens, width, n_stored: plan.stored.len() };
     let n_tasks = channels.div_ceil(CHANNELS);
     let threads = parallel.threads().min(n_tasks).max(1);
-    let (columns, blocks) = Workspace::prepare(workspace.parts().0, sizes, threads)?;
+    let (columns, blocks) = divide_for(&mut workspace.memory, sizes, threads)?;
     let job = Job { sizes, plan, inputs, stored, columns, out: start, dtype };
     if n_tokens > 0 {
-        let begun = AtomicUsize::new(0);
-        parallel.run(threads, &|thread| loop {
-            let i = begun.fetch_add(1, Ordering::Relaxed);
-            if i >= n_tasks {
-                break;
-            }
-            // SAFETY: only this call uses the block, the shapes and the plan were checked, the machine has
-            // the instructions, and each task runs once.
-            with_simd!(instructions, |S| unsafe {
-                job.run::<S>(i * CHANNELS, blocks.scratch(thread));
-            });
+        // SAFETY: only this thread uses the block.
+        let scratch = |thread| unsafe { blocks.scratch(thread) };
+        share(parallel, threads, n_tasks, scratch, |scratch, i| {
+            // SAFETY: the shapes and the plan were checked, the machine has the instructions, and each task
+            // runs once.
+            with_simd!(instructions, |S| unsafe { job.run::<S>(i * CHANNELS, *scratch) });
         });
     }
     let shape = [1, 1, axis(plan.stored.len())?, axis(channels)?];
@@ -347,11 +336,6 @@ impl Job<'_> {
     /// Writes outputs from element `at` on, with a stride in elements.
     unsafe fn write(&self, values: &[f32], at: usize, stride: usize) {
         let size = self.dtype.size();
-        let store = match self.dtype {
-            Dtype::F32 => store_f32,
-            Dtype::F16 => store_f16,
-            Dtype::Bf16 => store_bf16,
-        };
         let run = if stride == 1 { values.len().max(1) } else { 1 };
         for (i, values) in values.chunks(run).enumerate() {
             // SAFETY: the elements are those of the task.
@@ -359,7 +343,7 @@ impl Job<'_> {
                 let start = self.out.add((at + i * stride) * size);
                 std::slice::from_raw_parts_mut(start, values.len() * size)
             };
-            store(values, out);
+            self.dtype.store(values, out);
         }
     }
 }

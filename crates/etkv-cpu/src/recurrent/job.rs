@@ -1,6 +1,7 @@
 //! The data of a scan that all its tasks use.
 
 use etkv_core::bookkeeping::RecurrentPlan;
+use serde::Deserialize;
 
 use super::check::Stored;
 use super::layout::{Shared, Sizes};
@@ -8,7 +9,7 @@ use crate::tensor::{Dtype, Tensor};
 
 /// A linear recurrence. Each head has a state of `k_dim` times `v_dim` elements. A token adds an update to
 /// the state, and reads it with its query.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct Scan {
     /// The number of heads of queries and keys.
     pub k_heads: usize,

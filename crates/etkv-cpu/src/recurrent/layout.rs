@@ -2,7 +2,7 @@
 
 use etkv_core::bookkeeping::BLOCK;
 
-use super::workspace::{Layout, Pieces};
+use crate::memory::pieces::{Layout, Pieces};
 
 /// The rows of a block.
 pub(super) const ROWS: usize = BLOCK as usize;

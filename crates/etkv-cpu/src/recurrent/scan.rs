@@ -1,10 +1,7 @@
 //! The scan of a step: its checks, its tasks, and the rows and anchors that are stored.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use etkv_core::bookkeeping::{AnchorSource, RecurrentPlan};
 use etkv_core::{fail, RecurrentRows, RecurrentSpec, Result};
-use half::{bf16, f16};
 
 use super::check::{axis, check_anchors, check_rows, check_shape, Stored};
 use super::job::{Job, Scan, ScanInputs};
@@ -12,7 +9,8 @@ use super::layout::{Shared, Sizes};
 use super::load::load;
 use super::task;
 use super::Workspace;
-use crate::parallel::{Parallel, Serial};
+use crate::memory::pieces::divide_for;
+use crate::parallel::{share, Parallel, Serial};
 use crate::simd::{with_simd, Instructions};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
@@ -46,11 +44,7 @@ pub fn scan(
     // This is checked before memory for the outputs is allocated.
     check_shape(inputs.v, "values", [1, scan.heads, n_tokens, scan.v_dim])?;
     let size = scan.heads * n_tokens * scan.v_dim;
-    let mut values = match out_dtype.unwrap_or(inputs.q.dtype()) {
-        Dtype::F32 => Values::F32(vec![0.0; size]),
-        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
-        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
-    };
+    let mut values = Values::zeros(out_dtype.unwrap_or(inputs.q.dtype()), size);
     let (start, dtype) = values.as_mut_ptr();
     // SAFETY: `values` has the elements, and they are contiguous. Rows in the workspace are copied while it
     // is borrowed.
@@ -123,12 +117,12 @@ pub(super) unsafe fn scan_with(
     // The host may lock a mutex in this call, so it is called once.
     let available = parallel.threads();
     let width = with_simd!(instructions, |S| <S as crate::simd::Simd>::WIDTH);
-    let (memory, places) = workspace.parts();
+    let Workspace { memory, places } = workspace;
     let n_anchors = place_anchors(plan, places);
     let sizes = sizes(scan, inputs, plan, n_anchors, width, available);
     let n_tasks = sizes.heads * sizes.n_slices;
     let threads = available.min(n_tasks).max(1);
-    let (shared, blocks) = Workspace::prepare(memory, sizes, threads)?;
+    let (shared, blocks) = divide_for(memory, sizes, threads)?;
     let job = Job {
         sizes,
         plan,
@@ -142,7 +136,6 @@ pub(super) unsafe fn scan_with(
         out: start,
         dtype,
     };
-    let begun = AtomicUsize::new(0);
     let loading = |head: usize| {
         // SAFETY: the shapes were checked, and each head is loaded once.
         unsafe { load(&job, head) };
@@ -153,18 +146,11 @@ pub(super) unsafe fn scan_with(
         _ => parallel.run(sizes.heads, &loading),
     }
     if n_tokens > 0 {
-        parallel.run(threads, &|thread| {
-            let mut scratch = None;
-            loop {
-                let i = begun.fetch_add(1, Ordering::Relaxed);
-                if i >= n_tasks {
-                    break;
-                }
-                // SAFETY: only this call uses the block; see `Parallel::run`.
-                let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
-                // SAFETY: the machine has the instructions, the plan was checked, and each task runs once.
-                with_simd!(instructions, |S| unsafe { task::run::<S>(&job, i, scratch) });
-            }
+        // SAFETY: only this thread uses the block.
+        let scratch = |thread| unsafe { blocks.scratch(thread) };
+        share(parallel, threads, n_tasks, scratch, |scratch, i| {
+            // SAFETY: the machine has the instructions, the plan was checked, and each task runs once.
+            with_simd!(instructions, |S| unsafe { task::run::<S>(&job, i, scratch) });
         });
     }
     // SAFETY: the workspace has the rows, and the caller ensures that it outlives them.

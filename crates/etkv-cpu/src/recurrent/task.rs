@@ -8,7 +8,6 @@ use super::job::Job;
 use super::kernels::{Columns, Decay, Dots, Weigh};
 use super::layout::{Scratch, ROWS};
 use super::load::load_run;
-use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::simd::Simd;
 use crate::tensor::Dtype;
 
@@ -393,11 +392,7 @@ impl Job<'_> {
         // SAFETY: only this task uses the columns.
         let out =
             unsafe { std::slice::from_raw_parts_mut(self.out.add(at * size), row.len() * size) };
-        match self.dtype {
-            Dtype::F32 => store_f32(row, out),
-            Dtype::F16 => store_f16(row, out),
-            Dtype::Bf16 => store_bf16(row, out),
-        }
+        self.dtype.store(row, out);
     }
 
     /// Writes the decays of a head after its updates, as in stored rows.

@@ -50,10 +50,6 @@ pub(super) fn to_e2m1(value: f32) -> u8 {
     code | if value < 0.0 { 8 } else { 0 }
 }
 
-/// The values of the E2M1 codes.
-pub(super) const E2M1: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
 /// Returns the E4M3 code nearest to `value`, ties to even. Magnitudes above 448 and NaN become 448.
 pub(super) fn to_e4m3(value: f32) -> u8 {
     let size = magnitude(value);
@@ -67,24 +63,6 @@ pub(super) fn to_e4m3(value: f32) -> u8 {
     let high = size.wrapping_sub(120 << 23).wrapping_add(rounding) >> 20;
     let code = if size < 121 << 23 { low } else { high };
     sign | if size >= 448f32.to_bits() { 0x7e } else { code as u8 }
-}
-
-/// The values of the E4M3 codes. Codes 127 and 255 are never stored.
-pub(super) static E4M3: [f32; 256] = e4m3();
-
-const fn e4m3() -> [f32; 256] {
-    let mut values = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, mantissa) = (code >> 3 & 15, code & 7);
-        // The step at the code's exponent, a power of two. Subnormals have the step of exponent 1.
-        let step = if exponent == 0 { 1 } else { exponent } as u32 + 117;
-        let steps = if exponent == 0 { mantissa } else { 8 + mantissa } as f32;
-        let value = steps * f32::from_bits(step << 23);
-        values[code] = if code < 128 { value } else { -value };
-        code += 1;
-    }
-    values
 }
 
 /// Computes the E8M0 scale of a block. It is the smallest power of two by which the block's largest
@@ -107,6 +85,7 @@ pub(super) fn from_e8m0(code: u8) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::{E2M1, E4M3};
 
     /// Returns the code of the nearest value, ties to even.
     fn nearest(value: f32, values: &[f32]) -> u8 {

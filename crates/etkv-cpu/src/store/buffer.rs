@@ -192,11 +192,11 @@ impl Buffer {
         }
         let infinite = codec.infinite_from();
         let mut finite = true;
-        if matches!(codec, Codec::Float(float) if float.dtype() == rows.dtype()) {
+        if matches!(codec, Codec::Float(dtype) if *dtype == rows.dtype()) {
             let row = &mut row[..*head_dim];
             let copied = rows.for_each_run(|at, head, bytes| {
                 let place = slot_at(slots, at) * *heads + head;
-                row_mut(out[0], widths[0], place).copy_from_slice(bytes);
+                out[0][place * widths[0]..][..widths[0]].copy_from_slice(bytes);
                 if watch {
                     rows.dtype().load(bytes, row);
                     finite &= peak(row) < infinite;
@@ -208,15 +208,7 @@ impl Buffer {
         }
         rows.for_each_row(row, |at, head, row| {
             let place = slot_at(slots, at) * *heads + head;
-            let [a, b, c] = &mut out;
-            codec.encode(
-                row,
-                [
-                    row_mut(a, widths[0], place),
-                    row_mut(b, widths[1], place),
-                    row_mut(c, widths[2], place),
-                ],
-            );
+            codec.encode(row, rows_mut(&mut out, widths, place));
             finite &= !watch || peak(row) < infinite;
         });
         Ok(finite)
@@ -275,16 +267,12 @@ impl Buffer {
             fail!(Internal, "{n_slots} rows of {other} do not fit {n} slots of {format}");
         }
         self.own(slots);
-        for at in 0..self.planes.len() {
-            let slot_bytes = self.slot_bytes(at);
-            if let (Some(plane), Some(copy)) = (&mut self.planes[at], &rows.planes[at]) {
-                let bytes = unshared(plane)?;
-                for_each_run(slots, slot_bytes, |there, here| {
-                    bytes[there].copy_from_slice(&copy.bytes()[here]);
-                });
-            }
-        }
-        Ok(())
+        self.for_each_plane(|at, slot_bytes, bytes| {
+            let Some(copy) = &rows.planes[at] else { return };
+            for_each_run(slots, slot_bytes, |there, here| {
+                bytes[there].copy_from_slice(&copy.bytes()[here]);
+            });
+        })
     }
 
     /// Moves rows, as if all were read before any is written. It needs no memory for a run of slots, or if
@@ -310,10 +298,7 @@ impl Buffer {
             let rows = self.copy(from)?;
             return self.put(to, &rows);
         }
-        for at in 0..self.planes.len() {
-            let size = self.slot_bytes(at);
-            let Some(plane) = &mut self.planes[at] else { continue };
-            let bytes = unshared(plane)?;
+        self.for_each_plane(|_, size, bytes| {
             let mut shift = |first: usize, n: usize| {
                 let start = slot_at(from, first) * size;
                 bytes.copy_within(start..start + n * size, slot_at(to, first) * size);
@@ -323,8 +308,7 @@ impl Buffer {
             } else {
                 (0..n).for_each(|at| shift(at, 1));
             }
-        }
-        Ok(())
+        })
     }
 
     /// Sets slots to zero.
@@ -334,11 +318,18 @@ impl Buffer {
     pub fn blank(&mut self, slots: &Slots) -> Result<()> {
         self.check(slots)?;
         self.own(slots);
+        self.for_each_plane(|_, slot_bytes, bytes| {
+            for_each_run(slots, slot_bytes, |there, _| bytes[there].fill(0));
+        })
+    }
+
+    /// Passes each plane to `change`: its index, the bytes of a slot, and all its bytes. If a view uses it,
+    /// it is copied first.
+    fn for_each_plane(&mut self, mut change: impl FnMut(usize, usize, &mut [u8])) -> Result<()> {
         for at in 0..self.planes.len() {
             let slot_bytes = self.slot_bytes(at);
             if let Some(plane) = &mut self.planes[at] {
-                let bytes = unshared(plane)?;
-                for_each_run(slots, slot_bytes, |there, _| bytes[there].fill(0));
+                change(at, slot_bytes, unshared(plane)?);
             }
         }
         Ok(())
@@ -362,35 +353,24 @@ impl Buffer {
         }
         let row = &mut row[..self.head_dim];
         for place in 0..self.slots as usize * self.n_kv_heads {
-            let [a, b, c] = from;
-            self.codec.decode(
-                [
-                    row_of(a, self.widths[0], place),
-                    row_of(b, self.widths[1], place),
-                    row_of(c, self.widths[2], place),
-                ],
-                row,
-            );
-            let [a, b, c] = &mut to;
-            codec.encode(
-                row,
-                [
-                    row_mut(a, widths[0], place),
-                    row_mut(b, widths[1], place),
-                    row_mut(c, widths[2], place),
-                ],
-            );
+            let stored =
+                [0, 1, 2].map(|at| &from[at][place * self.widths[at]..][..self.widths[at]]);
+            self.codec.decode(stored, row);
+            codec.encode(row, rows_mut(&mut to, widths, place));
         }
         Ok(converted)
     }
 }
 
-fn row_of(plane: &[u8], width: usize, place: usize) -> &[u8] {
-    &plane[place * width..][..width]
-}
-
-fn row_mut(plane: &mut [u8], width: usize, place: usize) -> &mut [u8] {
-    &mut plane[place * width..][..width]
+/// Returns the bytes of row number `place` in each plane.
+fn rows_mut<'a>(
+    planes: &'a mut [&mut [u8]; 3],
+    widths: &Widths,
+    place: usize,
+) -> [&'a mut [u8]; 3] {
+    let [a, b, c] = planes;
+    let row = |plane: &'a mut [u8], width: usize| &mut plane[place * width..][..width];
+    [row(a, widths[0]), row(b, widths[1]), row(c, widths[2])]
 }
 
 /// Returns the slot of row number `at`.

@@ -2,18 +2,10 @@
 
 use half::f16;
 
-use super::bits::{pack_nibbles, rounded, to_byte, to_e2m1, unpack_nibbles, E2M1};
+use super::bits::{pack_nibbles, rounded, to_byte, to_e2m1, unpack_nibbles};
 use super::row_codec::{RowCodec, Widths};
 use crate::floats::{peak, to_f16};
-
-/// The type of a row's codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Element {
-    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
-    Int4,
-    /// E2M1 numbers. The largest magnitude of a row becomes 6.
-    Fp4,
-}
+use crate::simd::E2M1;
 
 /// The codec of rows of 4-bit codes with a scale. A word of 32 bits has eight codes, with the first in the
 /// lowest bits.
@@ -21,8 +13,11 @@ pub(crate) enum Element {
 /// Codes are computed with the scale after its rounding to float16, which is at most 65504. Values above 7
 /// times (`Int4`) or 6 times (`Fp4`) this scale are clipped.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Row {
-    element: Element,
+pub(crate) enum Row {
+    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
+    Int4,
+    /// E2M1 numbers. The largest magnitude of a row becomes 6.
+    Fp4,
 }
 
 /// The number of elements that are converted at a time.
@@ -32,15 +27,10 @@ const BLOCK: usize = 64;
 const F16_MAX: f32 = 65504.0;
 
 impl Row {
-    /// Returns the codec.
-    pub fn new(element: Element) -> Self {
-        Self { element }
-    }
-
     fn scale(&self, row: &[f32]) -> f16 {
-        let most = match self.element {
-            Element::Int4 => 7.0,
-            Element::Fp4 => 6.0,
+        let most = match self {
+            Self::Int4 => 7.0,
+            Self::Fp4 => 6.0,
         };
         let scale = f32::from_bits(peak(row)) / most;
         // NaN stays NaN.
@@ -69,9 +59,9 @@ impl RowCodec for Row {
             let mut apart = [0; BLOCK];
             let apart = &mut apart[..values.len()];
             let steps = apart.iter_mut().zip(values);
-            match self.element {
-                Element::Int4 => steps.for_each(|(code, value)| *code = to_int4(value / scale)),
-                Element::Fp4 => steps.for_each(|(code, value)| *code = to_e2m1(value / scale)),
+            match self {
+                Self::Int4 => steps.for_each(|(code, value)| *code = to_int4(value / scale)),
+                Self::Fp4 => steps.for_each(|(code, value)| *code = to_e2m1(value / scale)),
             }
             pack_nibbles(apart, codes);
         }
@@ -79,9 +69,9 @@ impl RowCodec for Row {
 
     fn decode(&self, [codes, scale, _]: [&[u8]; 3], row: &mut [f32]) {
         let scale = f16::from_le_bytes([scale[0], scale[1]]).to_f32();
-        match self.element {
-            Element::Int4 => unpack_nibbles(codes, row, |code| (f32::from(code) - 8.0) * scale),
-            Element::Fp4 => unpack_nibbles(codes, row, |code| E2M1[usize::from(code & 15)] * scale),
+        match self {
+            Self::Int4 => unpack_nibbles(codes, row, |code| (f32::from(code) - 8.0) * scale),
+            Self::Fp4 => unpack_nibbles(codes, row, |code| E2M1[usize::from(code & 15)] * scale),
         }
     }
 }

@@ -7,7 +7,7 @@ use etkv_core::{KvFormat, Result};
 
 use super::buffer::Buffer;
 use super::CpuStore;
-use crate::memory::{page, Freezer, Memory, Piece};
+use crate::memory::{page, Memory, Piece};
 
 /// The rows of the first slots of all layers.
 pub struct FrozenLayers(Vec<[FrozenBuffer; 2]>);
@@ -23,13 +23,7 @@ struct FrozenBuffer {
 impl Buffer {
     /// Freezes the first `slots` slots. The buffer then maps the frozen rows, with room for `most` slots.
     /// Slots after them have no rows. They are freed, and can be added again without a copy.
-    fn freeze(
-        &mut self,
-        freezer: &mut Freezer,
-        slots: i32,
-        most: i32,
-        anew: bool,
-    ) -> Result<FrozenBuffer> {
+    fn freeze(&mut self, slots: i32, most: i32, anew: bool) -> Result<FrozenBuffer> {
         if slots < 0 || slots > self.slots {
             fail!(Internal, "{slots} slots of {} must be frozen", self.slots);
         }
@@ -45,7 +39,7 @@ impl Buffer {
             let mut pieces: Vec<Piece> =
                 before.iter().filter_map(|piece| piece.up_to(kept)).collect();
             if kept < bytes(slots) {
-                pieces.push(freezer.add(&memory.bytes()[kept..bytes(slots)], kept)?);
+                pieces.push(Piece::freeze(&memory.bytes()[kept..bytes(slots)], kept)?);
             }
             let memory = Memory::mapped(pieces.clone(), bytes(slots), bytes(most))?;
             mapped[at] = Some(Arc::new(memory));
@@ -98,14 +92,10 @@ impl CpuStore {
     }
 
     fn try_freeze(&mut self, slots: &[i32], most: &[i32], anew: bool) -> Result<FrozenLayers> {
-        let mut freezer = Freezer::new()?;
         let sizes = slots.iter().zip(most);
         let layers = self.layers.iter_mut().zip(sizes).map(|(buffers, (&slots, &most))| {
             let [k, v] = buffers;
-            Ok([
-                k.freeze(&mut freezer, slots, most, anew)?,
-                v.freeze(&mut freezer, slots, most, anew)?,
-            ])
+            Ok([k.freeze(slots, most, anew)?, v.freeze(slots, most, anew)?])
         });
         Ok(FrozenLayers(layers.collect::<Result<_>>()?))
     }

@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{IntegerTile, FP4, INT8};
+use crate::linear::blocks::with_rows;
 use crate::linear::scales::NESTED;
 use crate::linear::weights::{self, ROWS};
 use crate::simd::Avx2;
@@ -16,12 +17,7 @@ pub(super) unsafe fn run<const CODES: u8>(tile: &IntegerTile) {
     for half in 0..2 {
         // SAFETY: the caller upholds the contract.
         unsafe {
-            match tile.n {
-                1 => multiply::<CODES, 1>(tile, half),
-                2 => multiply::<CODES, 2>(tile, half),
-                3 => multiply::<CODES, 3>(tile, half),
-                _ => multiply::<CODES, 4>(tile, half),
-            }
+            with_rows!(tile.n, [1 2 3] or 4, |N| multiply::<CODES, N>(tile, half));
         }
     }
 }

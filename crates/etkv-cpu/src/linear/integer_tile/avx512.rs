@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{IntegerTile, FP4, INT8};
+use crate::linear::blocks::with_rows;
 use crate::linear::scales::NESTED;
 use crate::linear::weights::{self, ROWS};
 use crate::simd::Avx512;
@@ -20,20 +21,7 @@ const FEW: usize = 4;
 pub(super) unsafe fn run<const CODES: u8>(tile: &IntegerTile) {
     // SAFETY: the caller upholds the contract.
     unsafe {
-        match tile.n {
-            1 => multiply::<CODES, 1>(tile),
-            2 => multiply::<CODES, 2>(tile),
-            3 => multiply::<CODES, 3>(tile),
-            4 => multiply::<CODES, 4>(tile),
-            5 => multiply::<CODES, 5>(tile),
-            6 => multiply::<CODES, 6>(tile),
-            7 => multiply::<CODES, 7>(tile),
-            8 => multiply::<CODES, 8>(tile),
-            9 => multiply::<CODES, 9>(tile),
-            10 => multiply::<CODES, 10>(tile),
-            11 => multiply::<CODES, 11>(tile),
-            _ => multiply::<CODES, 12>(tile),
-        }
+        with_rows!(tile.n, [1 2 3 4 5 6 7 8 9 10 11] or 12, |N| multiply::<CODES, N>(tile));
     }
 }
 

@@ -72,16 +72,33 @@ pub struct FrozenPages {
 }
 
 impl FrozenPages {
-    /// Maps `len` bytes from `offset` on to the address `at`. All of these are multiples of the page size.
+    /// Writes bytes to the file, padded with zeros to `whole` bytes.
+    pub fn new(bytes: &[u8], whole: usize) -> Result<Self> {
+        let len = whole as u64;
+        let (shared, start) = PrefixFile::with_room(len)?;
+        // If a later operation fails, dropping this frees the written bytes.
+        let frozen = Self { shared, start, len };
+        let mut written = 0;
+        while written < bytes.len() {
+            match pwrite(&frozen.shared.file, &bytes[written..], start + written as u64) {
+                Ok(0) => return Err(Errno::NOSPC),
+                Ok(n) => written += n,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(frozen)
+    }
+
+    /// Maps the first `len` bytes to the address `at`. Both are multiples of the page size.
     ///
     /// # Safety
     /// The pages at `at` must be mapped, and there must be no references to them.
-    pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
+    pub unsafe fn map(&self, at: *mut u8, len: usize) -> Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-        let offset = self.start.saturating_add(offset);
         // SAFETY: the caller ensures that the pages are mapped. The file has that many bytes, and they do not
         // change while this object exists.
-        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }
+        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, self.start) }
             .map(drop)
     }
 }
@@ -93,33 +110,6 @@ impl Drop for FrozenPages {
             // If this fails, the bytes are freed when the file is closed.
             let _ = fallocate(&self.shared.file, flags, self.start, self.len);
         }
-    }
-}
-
-/// Writes bytes to the file.
-pub struct Writer;
-
-impl Writer {
-    pub fn new() -> Result<Self> {
-        Ok(Self)
-    }
-
-    /// Adds bytes, padded with zeros to `whole` bytes. Returns their pages and offset.
-    pub fn add(&mut self, bytes: &[u8], whole: usize) -> Result<(Arc<FrozenPages>, u64)> {
-        let len = whole as u64;
-        let (shared, start) = PrefixFile::with_room(len)?;
-        // If a later operation fails, dropping this frees the written bytes.
-        let frozen = FrozenPages { shared, start, len };
-        let mut written = 0;
-        while written < bytes.len() {
-            match pwrite(&frozen.shared.file, &bytes[written..], start + written as u64) {
-                Ok(0) => return Err(Errno::NOSPC),
-                Ok(n) => written += n,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok((Arc::new(frozen), 0))
     }
 }
 
@@ -141,9 +131,8 @@ mod tests {
     fn many_runs_are_in_one_file_and_go_with_their_last_reader() {
         let page = rustix::param::page_size();
         let bytes = vec![7; 3 * page - 5];
-        let mut writer = Writer::new().unwrap();
-        let runs: Vec<Arc<FrozenPages>> =
-            (0..100).map(|_| writer.add(&bytes, 3 * page).unwrap().0).collect();
+        let new = || Arc::new(FrozenPages::new(&bytes, 3 * page).unwrap());
+        let runs: Vec<Arc<FrozenPages>> = (0..100).map(|_| new()).collect();
         let shared = Arc::clone(&runs[0].shared);
         assert!(runs.iter().all(|run| Arc::ptr_eq(&run.shared, &shared)));
         let ranges: Vec<(u64, u64)> = runs.iter().map(|run| (run.start, run.len)).collect();
