@@ -13,7 +13,11 @@ use etkv_core::KvFormat;
 use etkv_cpu::attention::synthetic::{self, Random};
 use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::{Parallel, View};
-use rayon::prelude::*;
+use measure::{median, Threads};
+
+#[allow(dead_code)] // The examples use the other items.
+#[path = "../examples/measure/mod.rs"]
+mod measure;
 
 #[derive(Clone, Copy, PartialEq)]
 struct Layer {
@@ -35,19 +39,6 @@ const EXPANDED: Layer =
     Layer { name: "expanded, ", heads: 20, kv_heads: 20, k_dim: 256, v_dim: 256, in_keys: false };
 /// After reads of this many other bytes, keys and values are not in the caches any more.
 const COLD: usize = 600 << 20;
-
-/// Threads that exist for the whole run, as in a host. Starting threads would take as long as a short call.
-struct Threads(rayon::ThreadPool);
-
-impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0.current_num_threads()
-    }
-
-    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
-        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
-    }
-}
 
 /// A call, and several copies of its keys and values, which rounds use in turn.
 struct Case {
@@ -102,12 +93,6 @@ impl Case {
         });
         self.reads.push(begin.elapsed().as_secs_f64() * 1e3);
     }
-}
-
-/// Returns the median and the minimum.
-fn median(times: &mut [f64]) -> [f64; 2] {
-    times.sort_by(f64::total_cmp);
-    [times[times.len() / 2], times[0]]
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

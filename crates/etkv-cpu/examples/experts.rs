@@ -9,11 +9,13 @@
 use std::error::Error;
 use std::hint::black_box;
 
+use etkv_cpu::attention::synthetic::Random;
 use etkv_cpu::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
 use etkv_cpu::linear::{Scales, WeightFormat};
 use etkv_cpu::Parallel;
-use measure::{seconds, sum, threads, weights, Random};
+use measure::{seconds, sum, threads, weights};
 
+#[allow(dead_code)] // Another example uses the other items.
 mod measure;
 
 const LAYERS: usize = 4;
@@ -40,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 offset: 0.0,
             },
         };
-        let mut random = Random(1);
+        let mut random = Random::new(1);
         let layers: Vec<[Vec<u8>; 2]> = (0..LAYERS)
             .map(|_| [experts.first_size(), experts.second_size()].map(|n| weights(n, &mut random)))
             .collect();
@@ -48,9 +50,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut workspace = Workspace::default();
         for n_tokens in [1, 4, 32, 128, 512] {
             let x: Vec<f32> =
-                (0..n_tokens * 2048).map(|_| (random.next() % 2001) as f32 / 1e3 - 1.0).collect();
+                (0..n_tokens * 2048).map(|_| (random.bits() % 2001) as f32 / 1e3 - 1.0).collect();
             let indices: Vec<u8> = (0..n_tokens * K)
-                .flat_map(|_| (random.next() % experts.n_experts as u64).to_le_bytes())
+                .flat_map(|_| (random.bits() % experts.n_experts as u64).to_le_bytes())
                 .collect();
             let mut other = indices.clone();
             let factors = vec![0.125; n_tokens * K];

@@ -8,10 +8,12 @@
 use std::error::Error;
 use std::hint::black_box;
 
+use etkv_cpu::attention::synthetic::Random;
 use etkv_cpu::linear::{multiply_into, Linear, Product, Scales, WeightFormat, Workspace};
 use etkv_cpu::Parallel;
-use measure::{seconds, sum, threads, weights, Random};
+use measure::{seconds, sum, threads, weights};
 
+#[allow(dead_code)] // Another example uses the other items.
 mod measure;
 
 /// The columns, and the rows of each matrix of a call.
@@ -37,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("bfloat16", WeightFormat::Bf16),
     ];
     for (name, format) in formats {
-        let mut random = Random(1);
+        let mut random = Random::new(1);
         let memory = weights(SIZE, &mut random);
         let [read, _] = seconds(
             |_| {
@@ -56,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let mut workspace = Workspace::default();
             for n_tokens in [1, 4, 16, 512] {
                 let x: Vec<f32> = (0..n_tokens * columns)
-                    .map(|_| (random.next() % 2001) as f32 / 1e3 - 1.0)
+                    .map(|_| (random.bits() % 2001) as f32 / 1e3 - 1.0)
                     .collect();
                 let mut out: Vec<Vec<f32>> =
                     rows.iter().map(|rows| vec![0.0; rows * n_tokens]).collect();

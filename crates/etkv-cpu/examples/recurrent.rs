@@ -16,41 +16,14 @@ use etkv_cpu::recurrent::{
     convolve_into, scan_into, Activation, ConvolveInputs, Scan, ScanInputs, Workspace,
 };
 use etkv_cpu::{Dtype, Parallel, Tensor, View};
-use rayon::prelude::*;
+use measure::{median, sum, Threads};
+
+#[allow(dead_code)] // Other examples use the other items.
+mod measure;
 
 const LAYERS: usize = 18;
 /// The slots of rows and of anchors, which are more than a sequence uses.
 const SLOTS: [usize; 2] = [160, 3];
-
-struct Threads(rayon::ThreadPool);
-
-impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0.current_num_threads()
-    }
-
-    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
-        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
-    }
-}
-
-/// Returns the median and the minimum.
-fn median(times: &mut [f64]) -> [f64; 2] {
-    times.sort_by(f64::total_cmp);
-    [times[times.len() / 2], times[0]]
-}
-
-/// Adds up numbers in several sums, so that reads do not wait for each other.
-fn sum(numbers: &[u8]) -> u64 {
-    let mut sums = [0u64; 32];
-    for chunk in numbers.chunks_exact(256) {
-        for (sum, x) in sums.iter_mut().zip(chunk.chunks_exact(8)) {
-            *sum = sum
-                .wrapping_add(u64::from_le_bytes([x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]));
-        }
-    }
-    sums.iter().fold(0, |sum, &x| sum.wrapping_add(x))
-}
 
 /// A step of `n` tokens after `before` rows of a block.
 fn plan(n: usize, before: usize) -> RecurrentPlan {
@@ -188,11 +161,10 @@ fn convolutions(
 ) -> Result<(), Box<dyn Error>> {
     let (channels, width) = (8192, 4);
     let stored = view(KvFormat::F32, 1, channels, SLOTS[0], random)?;
-    let weight = (0..channels * width).map(|_| random.number()).collect::<Vec<_>>();
-    let weight = Tensor::new([1, 1, channels as i32, width as i32], weight)?;
+    let shape = [1, 1, channels as i32, width as i32];
+    let weight = Tensor::new(shape, random.numbers(channels * width))?;
     for n in [1usize, 4, 512] {
-        let x = (0..channels * n).map(|_| random.number()).collect::<Vec<_>>();
-        let x = Tensor::new([1, channels as i32, n as i32, 1], x)?;
+        let x = Tensor::new([1, channels as i32, n as i32, 1], random.numbers(channels * n))?;
         let inputs =
             ConvolveInputs { x: &x, weight: &weight, bias: None, activation: Activation::Silu };
         let spec = RecurrentSpec {

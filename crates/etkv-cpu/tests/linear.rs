@@ -5,12 +5,14 @@
 #[allow(dead_code)] // Other tests use the other items.
 mod calls;
 mod damage;
+mod refused;
 
 use calls::{bytes, FLOAT, LONG};
 use etkv_core::{Error, Result, Status};
 use etkv_cpu::program::Call;
 use etkv_cpu::Serial;
 use etkv_delegate::{Argument, Host, LoadOptions};
+use refused::refused;
 
 const BYTE: i8 = 0;
 
@@ -121,12 +123,9 @@ fn scales_of_integers() {
     assert_eq!(run("int4_float16_biased", biased).unwrap(), 9.0 * third + 2.0);
     // The code 9 is the float -0.5.
     assert_eq!(run("fp4", [0xaa, 0x3e].repeat(16)).unwrap(), -f32::from_bits(0x3eaa_0000));
-    let error = run("int4_nested", vec![0; 96]).unwrap_err();
-    assert_eq!(error.status(), Status::Program, "{error}");
-    assert!(error.message().contains("a multiple of 8, got 1"), "{error}");
-    let error = run("int4_float32", [0x55, 0x35].repeat(16)).unwrap_err();
-    assert_eq!(error.status(), Status::Shape, "{error}");
-    assert!(error.message().contains("weights: expected 320 numbers or bytes, got 288"), "{error}");
+    refused(run("int4_nested", vec![0; 96]), Status::Program, "a multiple of 8, got 1");
+    let told = "weights: expected 320 numbers or bytes, got 288";
+    refused(run("int4_float32", [0x55, 0x35].repeat(16)), Status::Shape, told);
 }
 
 #[test]
@@ -145,11 +144,9 @@ fn rows_of_an_embedding() {
     let host = run(&[16, 0, 3], LONG).unwrap();
     assert_eq!(host.shapes, [[1, 3, 4]]);
     assert_eq!(host.memory[0][..12], [16.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 3.0, 0.0, 0.0, 1.0]);
-    let error = run(&[1, 17], LONG).err().unwrap();
-    assert_eq!(error.status(), Status::InvalidArgument);
-    assert!(error.message().contains("an embedding: ids: expected 0 to 16, got 17"), "{error}");
-    let error = run(&[1], FLOAT).err().unwrap();
-    assert_eq!(error.status(), Status::Dtype, "{error}");
+    let told = "an embedding: ids: expected 0 to 16, got 17";
+    refused(run(&[1, 17], LONG), Status::InvalidArgument, told);
+    refused(run(&[1], FLOAT), Status::Dtype, "ids: expected int64");
 }
 
 #[test]
@@ -159,24 +156,26 @@ fn arguments_that_do_not_fit_are_refused() {
     let zeros = unsafe { std::slice::from_raw_parts(ZEROS.as_ptr().cast::<u8>(), 2048) };
     let tensor = |scalar_type, shape, n: usize| Argument::tensor(scalar_type, shape, &zeros[..n]);
     for (at, argument, status, told) in [
-        (0, tensor(FLOAT, &[2, 5], 40), Status::Shape, "rows of 4, got 5"),
+        (0, tensor(FLOAT, &[2, 5], 40), Status::Shape, "input: expected rows of 4, got 5"),
         (0, tensor(LONG, &[2, 4], 64), Status::Dtype, "input: expected a tensor in float32"),
-        (0, Argument::of(3), Status::Shape, "expected [.., 4]"),
+        (0, Argument::of(3), Status::Shape, "input: expected [.., 4]"),
         (1, tensor(BYTE, &[1, 4, 16], 64), Status::Dtype, "weights: expected ExecuTorch's type 6"),
         (1, tensor(FLOAT, &[1, 4, 8], 128), Status::Shape, "weights: expected 256"),
         (2, tensor(FLOAT, &[1, 4, 16], 256), Status::Shape, "weights: expected 512"),
         (3, tensor(FLOAT, &[4], 16), Status::Shape, "bias: expected 3"),
-        (1, Argument::tensor(FLOAT, &[64], &zeros[1..257]), Status::Shape, "a multiple of 4"),
+        (
+            1,
+            Argument::tensor(FLOAT, &[64], &zeros[1..257]),
+            Status::Shape,
+            "weights: expected an address that is a multiple of 4",
+        ),
     ] {
         let change = |inputs: &mut [Argument; 4]| inputs[at] = argument;
-        let error = multiply(LINEAR, &mut Outputs::default(), change).unwrap_err();
-        assert_eq!(error.status(), status, "{error}");
-        assert!(error.message().contains("a linear layer: "), "{error}");
-        assert!(error.message().contains(told), "{error}");
+        let told = format!("a linear layer: {told}");
+        refused(multiply(LINEAR, &mut Outputs::default(), change), status, &told);
     }
     let mut host = Outputs { one_memory: true, ..Outputs::default() };
-    let error = multiply(LINEAR, &mut host, |_| {}).unwrap_err();
-    assert!(error.message().contains("two of them overlap"), "{error}");
+    refused(multiply(LINEAR, &mut host, |_| {}), Status::Shape, "two of them overlap");
 }
 
 #[test]
@@ -186,12 +185,6 @@ fn damaged_payloads_are_refused() {
         (LINEAR, "[3, 17]", "[3, 99999999999]", "rows: expected 1 to"),
         (LINEAR, "[3, 17]", "[3]", "expected 3 inputs of 1 products, got 5"),
         (LINEAR, "[3, 17]", "[]", "a matrix at least"),
-        (
-            LINEAR,
-            "\"float32\", \"group_size\": 0",
-            "\"int4\", \"group_size\": 32",
-            "does not divide",
-        ),
         (LINEAR, "2, null]", "5, null]", "from 0 to 4"),
         (LINEAR, "[0, 1, 3", "[0, null, 3", "input 1 of a call is absent"),
         (LINEAR, "float32", "float16", "unknown variant `float16`"),
@@ -210,9 +203,7 @@ fn damaged_payloads_are_refused() {
     ] {
         let text = payload.replacen(from, to, 1);
         assert_ne!(text, payload);
-        let error = load(&text).err().unwrap();
-        assert_eq!(error.status(), Status::Program, "{error}");
-        assert!(error.message().contains(told), "{error}");
+        refused(load(&text), Status::Program, told);
     }
 }
 

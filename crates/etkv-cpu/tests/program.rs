@@ -3,6 +3,7 @@
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 mod calls;
+mod refused;
 
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::time::Duration;
@@ -14,6 +15,7 @@ use etkv_core::{
 use etkv_cpu::program::{abort_forward, Call};
 use etkv_cpu::{builders, CellsCache, ContiguousCache, Serial, CPU_BACKEND};
 use etkv_delegate::{Argument, Host, LoadOptions};
+use refused::refused;
 
 fn session(n_layers: usize) -> Session {
     let config = CacheConfig::uniform(n_layers, 1, DIM as i32, 8).stored_as(KvFormat::F32);
@@ -69,30 +71,28 @@ fn a_failed_forward_changes_nothing() {
     let mut host = Taker::default();
     let mut refusing = Taker { refuses: true, ..Taker::default() };
     let check = |method: &mut Method, failed: Result<()>, status, told: &str| {
-        let error = failed.unwrap_err();
-        assert_eq!(error.status(), status, "{error}");
-        assert!(error.message().contains(told), "{error}");
+        refused(failed, status, told);
         assert_eq!(length(&session), 3);
         assert_near(&method.forward(&[3]).unwrap(), &expected(0..=3));
         session.cache().lock().unwrap().rewind(3).unwrap();
     };
 
-    let refused = method.call(0, &[9], &mut host);
-    check(&mut method, refused, Status::Position, "layer 0: position 9");
-    let refused = method.call(0, &[i64::from(i32::MAX) + 1], &mut host);
-    check(&mut method, refused, Status::Position, "2147483648 is not a 32-bit integer");
-    let refused = method.call(0, &[3, 4, 5, 6, 7, 8], &mut host);
-    check(&mut method, refused, Status::Capacity, "8");
-    let refused = method.call(1, &[3], &mut host);
-    check(&mut method, refused, Status::Step, "expected call 0 of a forward, got call 1");
-    let refused = method.call(0, &[3], &mut refusing);
-    check(&mut method, refused, Status::Shape, "no room");
+    let failed = method.call(0, &[9], &mut host);
+    check(&mut method, failed, Status::Position, "layer 0: position 9");
+    let failed = method.call(0, &[i64::from(i32::MAX) + 1], &mut host);
+    check(&mut method, failed, Status::Position, "2147483648 is not a 32-bit integer");
+    let failed = method.call(0, &[3, 4, 5, 6, 7, 8], &mut host);
+    check(&mut method, failed, Status::Capacity, "8");
+    let failed = method.call(1, &[3], &mut host);
+    check(&mut method, failed, Status::Step, "expected call 0 of a forward, got call 1");
+    let failed = method.call(0, &[3], &mut refusing);
+    check(&mut method, failed, Status::Shape, "no room");
     method.call(0, &[3], &mut host).unwrap();
-    let refused = method.call(1, &[3], &mut refusing);
-    check(&mut method, refused, Status::Shape, "no room");
+    let failed = method.call(1, &[3], &mut refusing);
+    check(&mut method, failed, Status::Shape, "no room");
     method.call(0, &[3], &mut host).unwrap();
-    let refused = method.call(1, &[4], &mut host);
-    check(&mut method, refused, Status::Position, "the positions of the forward's first layer");
+    let failed = method.call(1, &[4], &mut host);
+    check(&mut method, failed, Status::Position, "the positions of the forward's first layer");
 }
 
 /// The config declares that the values of the second layer are in its keys, but those of the program are not.
@@ -105,11 +105,9 @@ fn a_wrong_config_is_refused() {
     // A step without tokens cannot show the difference.
     let _ = method.forward(&[]);
     for _ in 0..2 {
-        let error = method.forward(&[0, 1]).unwrap_err();
-        assert_eq!(error.status(), Status::Shape);
         let told =
             "values of layer 1 are not the first 8 elements of its keys, but the cache's config sets `values_in_keys`";
-        assert!(error.message().contains(told), "{error}");
+        refused(method.forward(&[0, 1]), Status::Shape, told);
         assert_eq!(length(&session), 0);
     }
 }
@@ -123,8 +121,7 @@ fn an_unfinished_forward_is_rolled_back() {
     let mut host = Taker::default();
     method.call(0, &[0, 1], &mut host).unwrap();
     assert_eq!(length(&session), 0);
-    let refused = session.cache().lock().unwrap().rewind(0).unwrap_err();
-    assert_eq!(refused.status(), Status::Step);
+    refused(session.cache().lock().unwrap().rewind(0), Status::Step, "");
     method.forward(&[0, 1, 2]).unwrap();
     assert_eq!(length(&session), 3);
 
@@ -145,7 +142,7 @@ fn a_host_aborts_an_unfinished_forward() {
     abort_forward();
     declare().unwrap();
     method.call(0, &[0], &mut Taker::default()).unwrap();
-    assert_eq!(declare().unwrap_err().status(), Status::Step);
+    refused(declare(), Status::Step, "");
     abort_forward();
     assert_eq!(length(&session), 0);
     declare().unwrap();
@@ -215,10 +212,8 @@ fn each_load_has_a_forward_of_its_own() {
     let mut host = Taker::default();
     first.call(0, &[2], &mut host).unwrap();
     // The third method has the same cache as the first, but another forward.
-    let refused = third.call(1, &[2], &mut host).unwrap_err();
-    assert!(refused.message().contains("expected call 0"), "{refused}");
-    let refused = third.call(0, &[2], &mut host).unwrap_err();
-    assert_eq!(refused.status(), Status::Step);
+    refused(third.call(1, &[2], &mut host), Status::Step, "expected call 0");
+    refused(third.call(0, &[2], &mut host), Status::Step, "");
     first.call(1, &[2], &mut host).unwrap();
     third.forward(&[3]).unwrap();
     assert_eq!(length(&one), 4);
@@ -239,11 +234,8 @@ fn a_load_that_fails_is_forgotten() {
 
 #[test]
 fn caches_that_do_not_fit_are_refused() {
-    let load = |key: &str| Call::load(attend_payload("x", 0, 2).as_bytes(), &options(key)).err();
     let check = |key: &str, status, told: &str| {
-        let error = load(key).unwrap();
-        assert_eq!(error.status(), status, "{error}");
-        assert!(error.message().contains(told), "{error}");
+        refused(Call::load(attend_payload("x", 0, 2).as_bytes(), &options(key)), status, told);
     };
     check("no such", Status::NoCache, "no such");
     let three = session(3);
@@ -255,9 +247,8 @@ fn caches_that_do_not_fit_are_refused() {
     CacheRegistry::global().erase("of another");
 
     let mut method = Method::load("none", "");
-    let error = method.call(0, &[0], &mut Taker::default()).unwrap_err();
-    assert_eq!(error.status(), Status::NoCache);
-    assert!(error.message().contains("pass `cache_key`"), "{error}");
+    let failed = method.call(0, &[0], &mut Taker::default());
+    refused(failed, Status::NoCache, "pass `cache_key`");
 }
 
 #[test]
@@ -266,33 +257,38 @@ fn arguments_that_do_not_fit_are_refused() {
     let mut method = Method::load("arguments", session.key());
     let row = [0.5f32; DIM];
     let shape = [1, 1, 1, DIM as i32];
-    let good = Argument::tensor(FLOAT, &shape, bytes(&row));
-    let at = Argument::tensor(LONG, &[1], &[0; 8]);
+    let tensor = Argument::tensor;
+    let good = tensor(FLOAT, &shape, bytes(&row));
+    let at = tensor(LONG, &[1], &[0; 8]);
     let refusals = [
-        (0, Argument::of(3), "queries: expected a tensor"),
-        (1, Argument::tensor(LONG, &shape, bytes(&row)), "keys: expected a tensor in float32"),
-        (2, Argument::tensor(FLOAT, &shape[1..], bytes(&row)), "values: expected 4 dimensions"),
-        (0, Argument::tensor(FLOAT, &shape, &bytes(&row)[4..]), "expected 32 aligned bytes"),
-        (1, Argument::tensor(FLOAT, &[1, 2, 1, 4], bytes(&row)), "expected keys of shape"),
-        (3, Argument::tensor(FLOAT, &[1], &[0; 4]), "positions: expected int64 or int32"),
-        (3, Argument::tensor(LONG, &[1, 1, 1], &[0; 8]), "positions: expected [T] or [T, n]"),
-        (3, Argument::tensor(LONG, &[2], &[0; 16]), "expected"),
+        (0, Argument::of(3), Status::InvalidArgument, "queries: expected a tensor"),
+        (1, tensor(LONG, &shape, bytes(&row)), Status::Dtype, "keys: expected a tensor in float32"),
+        (
+            2,
+            tensor(FLOAT, &shape[1..], bytes(&row)),
+            Status::Shape,
+            "values: expected 4 dimensions",
+        ),
+        (0, tensor(FLOAT, &shape, &bytes(&row)[4..]), Status::Shape, "expected 32 aligned bytes"),
+        (1, tensor(FLOAT, &[1, 2, 1, 4], bytes(&row)), Status::Shape, "expected keys of shape"),
+        (3, tensor(FLOAT, &[1], &[0; 4]), Status::Dtype, "positions: expected int64 or int32"),
+        (3, tensor(LONG, &[1, 1, 1], &[0; 8]), Status::Shape, "positions: expected [T] or [T, n]"),
+        (3, tensor(LONG, &[2], &[0; 16]), Status::Position, "expected"),
     ];
-    for (place, argument, told) in refusals {
+    for (place, argument, status, told) in refusals {
         let mut inputs = [good, good, good, at];
         inputs[place] = argument;
-        let refused = method.0[0].execute(&inputs, &[FLOAT], &mut Taker::default(), &Serial);
-        let error = refused.unwrap_err();
-        assert!(error.message().contains(told), "{error}, expected: {told}");
+        let failed = method.0[0].execute(&inputs, &[FLOAT], &mut Taker::default(), &Serial);
+        refused(failed, status, told);
         assert_eq!(length(&session), 0);
     }
     let inputs = [good, good, good, at];
     for (inputs, outputs) in [(&inputs[..3], &[FLOAT][..]), (&inputs[..], &[])] {
-        let refused = method.0[0].execute(inputs, outputs, &mut Taker::default(), &Serial);
-        assert!(refused.unwrap_err().message().contains("expected 4 inputs and 1 output"));
+        let failed = method.0[0].execute(inputs, outputs, &mut Taker::default(), &Serial);
+        refused(failed, Status::InvalidArgument, "expected 4 inputs and 1 output");
     }
-    let refused = method.0[0].execute(&inputs, &[LONG], &mut Taker::default(), &Serial);
-    assert_eq!(refused.unwrap_err().status(), Status::Dtype);
+    let failed = method.0[0].execute(&inputs, &[LONG], &mut Taker::default(), &Serial);
+    refused(failed, Status::Dtype, "");
     method.forward(&[0]).unwrap();
 }
 
@@ -310,13 +306,11 @@ fn rows_are_selected_at_load() {
     }
     let proposed = LoadOptions::parse("", "proposed", "", "").unwrap();
     for payload in [&payload[..], attend_payload("x", 0, 2).as_bytes()] {
-        let error = Call::load(payload, &proposed).err().unwrap();
-        assert_eq!(error.status(), Status::Unsupported);
+        refused(Call::load(payload, &proposed), Status::Unsupported, "");
     }
     let all = attend_payload("x", 0, 2).replace("selected", "all");
     let last = LoadOptions::parse("", "last", "", "").unwrap();
-    let error = Call::load(all.as_bytes(), &last).err().unwrap();
-    assert_eq!(error.status(), Status::Unsupported);
+    refused(Call::load(all.as_bytes(), &last), Status::Unsupported, "");
 }
 
 /// Runs one layer whose call has sinks and a softcap, for tokens from position 0. Returns its output.
@@ -389,17 +383,13 @@ fn a_call_has_sinks_and_a_softcap() {
 fn sinks_that_do_not_fit_change_nothing() {
     let session = session(1);
     let three = [0.0f32; 3];
-    let refused = |sinks: &Argument| {
-        let error = attend_with_sinks(session.key(), "null", Some(sinks), 2).unwrap_err();
+    let check = |sinks: Argument, status, told: &str| {
+        refused(attend_with_sinks(session.key(), "null", Some(&sinks), 2), status, told);
         assert_eq!(length(&session), 0);
-        (error.status(), error.message().to_owned())
     };
-    let (status, message) = refused(&Argument::tensor(FLOAT, &[3], bytes(&three)));
-    assert_eq!(status, Status::Shape);
-    assert_eq!(message, "layer 0: sinks: expected shape [2], got [3]");
-    let (status, message) = refused(&Argument::tensor(LONG, &[2], &[0; 16]));
-    assert_eq!(status, Status::Dtype);
-    assert!(message.starts_with("layer 0: sinks: "), "{message}");
+    let sinks = Argument::tensor(FLOAT, &[3], bytes(&three));
+    check(sinks, Status::Shape, "layer 0: sinks: expected shape [2], got [3]");
+    check(Argument::tensor(LONG, &[2], &[0; 16]), Status::Dtype, "layer 0: sinks: ");
     attend_with_sinks(session.key(), "2.5", None, 2).unwrap();
     assert_eq!(length(&session), 2);
 }

@@ -4,26 +4,16 @@ mod counting;
 
 use counting::allocations;
 use etkv_core::bookkeeping::Slots;
-use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Store, StoreLayer};
+use etkv_core::{CacheConfig, Store, StoreLayer};
+use etkv_cpu::attention::synthetic::formats;
 use etkv_cpu::{CpuStore, Tensor};
 
 #[test]
 fn a_step_of_one_token_allocates_nothing() {
-    let formats = [
-        "f32", "f16", "bf16", "affine2", "affine3", "affine4", "affine5", "affine6", "affine8",
-        "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4",
-    ];
-    for name in formats {
-        let format: KvFormat = name.parse().unwrap();
+    for format in formats() {
         let (heads, dim) = (2, 128);
-        let layer = LayerConfig {
-            n_kv_heads: heads,
-            k_head_dim: dim,
-            v_head_dim: dim,
-            policy: LayerPolicy::Full,
-            values_in_keys: false,
-        };
-        let mut store = CpuStore::new(&[StoreLayer::from(&layer); 2], [format; 2]).unwrap();
+        let layer = StoreLayer::from(&CacheConfig::uniform(1, heads, dim, 64).layers[0]);
+        let mut store = CpuStore::new(&[layer; 2], [format; 2]).unwrap();
         for layer in 0..2 {
             store.grow(layer, 64).unwrap();
         }

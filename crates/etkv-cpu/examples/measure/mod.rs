@@ -3,11 +3,12 @@
 use std::error::Error;
 use std::time::Instant;
 
+use etkv_cpu::attention::synthetic::Random;
 use etkv_cpu::Parallel;
 use rayon::prelude::*;
 
-/// Threads of rayon.
-pub struct Threads(rayon::ThreadPool);
+/// Threads that exist for the whole run, as in a host. Starting threads would take as long as a short call.
+pub struct Threads(pub rayon::ThreadPool);
 
 impl Parallel for Threads {
     fn threads(&self) -> usize {
@@ -19,23 +20,11 @@ impl Parallel for Threads {
     }
 }
 
-/// Pseudorandom numbers from xorshift.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-}
-
 /// Returns bytes that are finite numbers in every format.
 pub fn weights(size: usize, random: &mut Random) -> Vec<u8> {
     let mut words = Vec::with_capacity(size);
     while words.len() < size {
-        words.extend((random.next() & 0x3f3f_3f3f_3f3f_3f3f).to_le_bytes());
+        words.extend((random.bits() & 0x3f3f_3f3f_3f3f_3f3f).to_le_bytes());
     }
     words.truncate(size);
     words
@@ -54,10 +43,13 @@ pub fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
         times[0].push(start.elapsed().as_secs_f64());
         times[1].push(cpu() - used);
     }
-    times.map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    })
+    times.map(|mut times| median(&mut times)[0])
+}
+
+/// Returns the median and the minimum.
+pub fn median(times: &mut [f64]) -> [f64; 2] {
+    times.sort_by(f64::total_cmp);
+    [times[times.len() / 2], times[0]]
 }
 
 /// Adds up numbers in several sums, so that reads do not wait for each other.

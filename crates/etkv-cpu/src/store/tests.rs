@@ -4,11 +4,13 @@
 use std::collections::BTreeMap;
 
 use etkv_core::bookkeeping::Slots;
-use etkv_core::{Extent, KvFormat, LayerConfig, LayerPolicy, Status, Store, StoreLayer};
+use etkv_core::{CacheConfig, Extent, KvFormat, Result, Status, Store, StoreLayer};
 
 use super::{Codec, CpuStore, FrozenLayers};
+use crate::attention::synthetic::formats;
 use crate::floats::to_f16;
 use crate::memory::{shortage, SHARES};
+use crate::refused::refused;
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor};
 
@@ -37,24 +39,10 @@ impl Rng {
     }
 }
 
-/// Returns every format, with a head_dim that it supports.
-fn formats() -> Vec<(KvFormat, i32)> {
-    let mut formats = vec![
-        (KvFormat::F32, 24),
-        (KvFormat::F16, 24),
-        (KvFormat::Bf16, 70),
-        (KvFormat::Mxfp8, 96),
-        (KvFormat::Mxfp4, 64),
-        (KvFormat::Nvfp4, 48),
-        (KvFormat::RowInt4, 80),
-        (KvFormat::RowFp4, 72),
-    ];
-    for bits in [2, 3, 4, 5, 6, 8] {
-        for (group, dim) in [(32, 96), (64, 128), (128, 256)] {
-            formats.push((KvFormat::Affine { bits, group }, dim));
-        }
-    }
-    formats
+/// Returns every format, with a head_dim of some groups.
+fn formats_and_dims() -> impl Iterator<Item = (KvFormat, usize)> {
+    let dim = |format: KvFormat| format.granule() * 70usize.div_ceil(format.granule());
+    formats().into_iter().map(move |format| (format, dim(format)))
 }
 
 /// The bytes of a row in each plane.
@@ -79,6 +67,15 @@ struct Model {
     rows: BTreeMap<(i32, i32), Stored>,
 }
 
+impl Model {
+    /// Sets the rows of slots to zero.
+    fn blank(&mut self, slots: impl IntoIterator<Item = i32>, heads: i32, format: KvFormat) {
+        for slot in slots {
+            self.rows.extend((0..heads).map(|head| ((slot, head), zeros(format, 128))));
+        }
+    }
+}
+
 /// Returns the rows of a view.
 fn shown(view: &View, start: i32) -> Model {
     let row = |slot: usize, head: usize| {
@@ -94,11 +91,17 @@ fn zeros(format: KvFormat, dim: usize) -> Stored {
     Codec::of(format).widths(dim).map(|width| vec![0; width])
 }
 
+/// Returns a store of one layer without slots.
+fn store(heads: i32, dim: i32, formats: [KvFormat; 2]) -> Result<CpuStore> {
+    let config = CacheConfig::uniform(1, heads, dim, 1);
+    CpuStore::new(&[StoreLayer::from(&config.layers[0])], formats)
+}
+
 /// A store of one layer and its expected contents.
 struct Run {
     rng: Rng,
     store: CpuStore,
-    layer: LayerConfig,
+    heads: i32,
     formats: [KvFormat; 2],
     model: [Model; 2],
     slots: i32,
@@ -121,19 +124,13 @@ impl Run {
         for _ in 0..3 {
             rng.next();
         }
-        let layer = LayerConfig {
-            n_kv_heads: rng.pick(&[1, 2, 3]),
-            k_head_dim: 128,
-            v_head_dim: 128,
-            policy: LayerPolicy::Full,
-            values_in_keys: false,
-        };
+        let heads = rng.pick(&[1, 2, 3]);
         let formats = [Self::format(&mut rng), Self::format(&mut rng)];
-        let store = CpuStore::new(&[StoreLayer::from(&layer)], formats).unwrap();
+        let store = store(heads, 128, formats).unwrap();
         Self {
             rng,
             store,
-            layer,
+            heads,
             formats,
             model: Default::default(),
             slots: 0,
@@ -143,8 +140,7 @@ impl Run {
     }
 
     fn format(rng: &mut Rng) -> KvFormat {
-        let all: Vec<KvFormat> = formats().into_iter().map(|(format, _)| format).collect();
-        rng.pick(&all)
+        rng.pick(&formats())
     }
 
     /// Makes some allocations fail.
@@ -154,11 +150,7 @@ impl Run {
 
     fn grown(&mut self, slots: i32) {
         for (model, format) in self.model.iter_mut().zip(self.formats) {
-            for slot in self.slots..slots {
-                for head in 0..self.layer.n_kv_heads {
-                    model.rows.insert((slot, head), zeros(format, 128));
-                }
-            }
+            model.blank(self.slots..slots, self.heads, format);
         }
         self.slots = self.slots.max(slots);
     }
@@ -196,7 +188,7 @@ impl Run {
 
     /// Returns rows of a random dtype, some of them outside its range, and their values.
     fn rows(&mut self, n: i32) -> (Tensor, Vec<f32>) {
-        let shape = [1, self.layer.n_kv_heads, n, 128];
+        let shape = [1, self.heads, n, 128];
         let mut values: Vec<f32> = (0..shape.iter().product()).map(|_| self.rng.number()).collect();
         if self.rng.below(4) == 0 {
             let at = self.rng.below(values.len());
@@ -232,7 +224,7 @@ impl Run {
         if written.is_ok() {
             for (which, rows) in [keys, values].iter().enumerate() {
                 for (at, slot) in slots.iter().enumerate() {
-                    for head in 0..self.layer.n_kv_heads {
+                    for head in 0..self.heads {
                         let row = &rows[(head as usize * n as usize + at) * 128..][..128];
                         let row = stored(self.formats[which], row);
                         self.model[which].rows.insert((slot, head), row);
@@ -263,11 +255,7 @@ impl Run {
         let saved = self.store.begin(&[]).unwrap();
         self.store.abort(saved, &[(0, slots.clone())]).unwrap();
         for (model, format) in self.model.iter_mut().zip(self.formats) {
-            for slot in slots.iter() {
-                for head in 0..self.layer.n_kv_heads {
-                    model.rows.insert((slot, head), zeros(format, 128));
-                }
-            }
+            model.blank(slots.iter(), self.heads, format);
         }
     }
 
@@ -280,7 +268,7 @@ impl Run {
         for model in &mut self.model {
             let before = model.rows.clone();
             for (from, to) in from.iter().zip(to.iter()) {
-                for head in 0..self.layer.n_kv_heads {
+                for head in 0..self.heads {
                     model.rows.insert((to, head), before[&(from, head)].clone());
                 }
             }
@@ -329,21 +317,12 @@ impl Run {
             assert_eq!((format, held), (formats[which], kept.max(slots)));
             most = most.max(held);
             self.model[which].rows.retain(|(slot, _), _| *slot < kept);
-            for slot in kept..held {
-                for head in 0..self.layer.n_kv_heads {
-                    self.model[which].rows.insert((slot, head), zeros(format, 128));
-                }
-            }
+            self.model[which].blank(kept..held, self.heads, format);
         }
         self.formats = formats;
         // Both buffers get the same number of slots, which the other calls expect.
         for which in 0..2 {
-            let held = extents[which].slots;
-            for slot in held..most {
-                for head in 0..self.layer.n_kv_heads {
-                    self.model[which].rows.insert((slot, head), zeros(formats[which], 128));
-                }
-            }
+            self.model[which].blank(extents[which].slots..most, self.heads, formats[which]);
         }
         self.store.grow(0, most).unwrap();
         self.slots = most;
@@ -380,7 +359,7 @@ impl Run {
         }
         let Shared { rows, formats, slots, model } =
             &self.frozen[self.rng.below(self.frozen.len())];
-        let mut store = CpuStore::new(&[StoreLayer::from(&self.layer)], *formats).unwrap();
+        let mut store = store(self.heads, 128, *formats).unwrap();
         let most = slots + (self.rng.next() % 40) as i32;
         store.attach(rows, &[most]).unwrap();
         let shared = if SHARES { *slots } else { 0 };
@@ -504,12 +483,12 @@ fn the_bits_of_a_format_do_not_change() {
 #[test]
 fn rows_are_as_near_as_the_format_allows() {
     let mut rng = Rng(2);
-    for (format, dim) in formats() {
+    for (format, dim) in formats_and_dims() {
         for scale in [1.0, 1e-3, 700.0] {
             let row: Vec<f32> = (0..dim).map(|_| rng.number() * scale).collect();
-            let back = read_back(format, &stored(format, &row), dim as usize);
+            let back = read_back(format, &stored(format, &row), dim);
             let block = match format {
-                KvFormat::RowInt4 | KvFormat::RowFp4 => dim as usize,
+                KvFormat::RowInt4 | KvFormat::RowFp4 => dim,
                 format => format.granule(),
             };
             for (values, back) in row.chunks(block).zip(back.chunks(block)) {
@@ -539,10 +518,10 @@ fn rows_are_as_near_as_the_format_allows() {
 
 #[test]
 fn rows_have_the_bytes_of_the_format() {
-    for (format, dim) in formats() {
-        let widths = Codec::of(format).widths(dim as usize);
-        assert_eq!(widths.iter().sum::<usize>(), format.row_bytes(dim as usize), "{format}");
-        let zeros = read_back(format, &zeros(format, dim as usize), dim as usize);
+    for (format, dim) in formats_and_dims() {
+        let widths = Codec::of(format).widths(dim);
+        assert_eq!(widths.iter().sum::<usize>(), format.row_bytes(dim), "{format}");
+        let zeros = read_back(format, &zeros(format, dim), dim);
         assert!(zeros.iter().all(|&x| x == 0.0), "{format}");
     }
 }
@@ -550,20 +529,11 @@ fn rows_have_the_bytes_of_the_format() {
 /// Impossible sizes are refused without a change.
 #[test]
 fn slots_that_do_not_fit_memory_are_refused() {
-    let layer = LayerConfig {
-        n_kv_heads: 1 << 20,
-        k_head_dim: 1 << 10,
-        v_head_dim: 1 << 10,
-        policy: LayerPolicy::Full,
-        values_in_keys: false,
-    };
     for format in ["f32", "affine2g128"].map(|name| name.parse::<KvFormat>().unwrap()) {
-        let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [format; 2]).unwrap();
+        let mut store = store(1 << 20, 1 << 10, [format; 2]).unwrap();
         for slots in [1 << 26, i32::MAX] {
-            let error = store.grow(0, slots).unwrap_err();
-            assert_eq!(error.status(), Status::Backend);
             for words in [&format!("{slots} slots"), "lower the capacity"] {
-                assert!(error.message().contains(words), "{error}");
+                refused(store.grow(0, slots), Status::Backend, words);
             }
             assert_eq!(store.extents(0), [Extent { format, slots: 0, shared: 0 }; 2]);
         }
@@ -572,19 +542,14 @@ fn slots_that_do_not_fit_memory_are_refused() {
 
 #[test]
 fn misuse_is_refused() {
-    let layer = LayerConfig {
-        n_kv_heads: 1,
-        k_head_dim: 32,
-        v_head_dim: 32,
-        policy: LayerPolicy::Full,
-        values_in_keys: false,
-    };
-    let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [KvFormat::F16; 2]).unwrap();
+    let odd = store(1, 32, [KvFormat::F16, "affine4g64".parse().unwrap()]);
+    assert_eq!(odd.err().unwrap().status(), Status::InvalidArgument);
+    let mut store = store(1, 32, [KvFormat::F16; 2]).unwrap();
     store.grow(0, 4).unwrap();
     let rows = |shape: [i32; 4]| {
         Tensor::new(shape, vec![1f32; shape.iter().product::<i32>() as usize]).unwrap()
     };
-    let status = |result: etkv_core::Result<()>| result.unwrap_err().status();
+    let status = |result: Result<()>| result.unwrap_err().status();
     let two = rows([1, 1, 2, 32]);
     for (slots, expected) in [
         (Slots::Run(3..5), Status::Internal),
@@ -605,7 +570,4 @@ fn misuse_is_refused() {
         status(store.relocate(&[0], &Slots::Run(0..1), &Slots::Run(1..3), 4)),
         Status::Internal
     );
-    let odd =
-        CpuStore::new(&[StoreLayer::from(&layer)], [KvFormat::F16, "affine4g64".parse().unwrap()]);
-    assert_eq!(odd.err().unwrap().status(), Status::InvalidArgument);
 }

@@ -1,6 +1,7 @@
 //! Payloads with random damage.
 
 use etkv_core::Result;
+use etkv_cpu::attention::synthetic::Random;
 
 const PAYLOADS: usize = 20_000;
 
@@ -11,12 +12,8 @@ const NUMBERS: [&str; 12] =
 /// changed. Some copies must run, and most must be refused.
 pub fn check(payload: &str, mut run: impl FnMut(&str) -> Result<()>) {
     let words: Vec<&str> = payload.split_inclusive([' ', ',', ':']).collect();
-    let mut state = 7u64;
-    let mut below = |n: usize| {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as usize % n
-    };
+    let mut random = Random::new(7);
+    let mut below = |n: usize| random.below(n);
     let mut ran = 0;
     for _ in 0..PAYLOADS {
         let mut text: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();

@@ -1,26 +1,15 @@
 //! Attention against a naive computation in float64 that shares no code with it.
 
-mod reference;
+pub(crate) mod reference;
 mod scoring;
 
 use etkv_core::{KvFormat, Status};
 use half::{bf16, f16};
 
 use self::reference::{case, Case, TestMask};
-use super::synthetic::{self, Random, Threads};
+use super::synthetic::{self, formats, Random, Threads};
 use super::*;
 use crate::Dtype;
-
-/// Returns every format, with every group size.
-fn formats() -> Vec<KvFormat> {
-    let mut formats = vec![KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
-    for bits in [2, 3, 4, 5, 6, 8] {
-        formats.extend([32, 64, 128].map(|group| KvFormat::Affine { bits, group }));
-    }
-    formats.extend([KvFormat::Mxfp8, KvFormat::Mxfp4, KvFormat::Nvfp4]);
-    formats.extend([KvFormat::RowInt4, KvFormat::RowFp4]);
-    formats
-}
 
 /// Returns a head_dim from 16 to 256 that the format supports.
 fn head_dim(format: KvFormat, random: &mut Random) -> usize {

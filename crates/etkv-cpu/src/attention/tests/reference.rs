@@ -8,20 +8,12 @@ use half::{bf16, f16};
 use super::super::synthetic::{self, Random, Threads};
 use super::super::*;
 
-/// Returns the bytes of a row in plane `p`.
-fn bytes_of(view: &View, p: usize, slot: usize, head: usize) -> &[u8] {
-    let plane = view.planes[p].as_ref().unwrap();
-    let at = plane.offset + slot * plane.slot_stride + head * plane.head_stride;
-    // SAFETY: the plane has the row.
-    unsafe { std::slice::from_raw_parts(plane.memory.as_ptr().add(at), plane.head_stride) }
-}
-
 fn f16_at(bytes: &[u8], i: usize) -> f64 {
     f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f64()
 }
 
 /// Decodes a small float with `mantissa` bits of mantissa.
-fn small_float(code: u32, exponent_bits: u32, mantissa: u32) -> f64 {
+pub(crate) fn small_float(code: u32, exponent_bits: u32, mantissa: u32) -> f64 {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let exponent = (code >> mantissa & ((1 << exponent_bits) - 1)) as i32;
     let fraction = f64::from(code & ((1 << mantissa) - 1)) / f64::from(1 << mantissa);
@@ -45,9 +37,10 @@ fn code_at(bytes: &[u8], i: usize, bits: usize) -> u32 {
 }
 
 fn decoded(view: &View, slot: usize, head: usize) -> Vec<f64> {
-    let codes = bytes_of(view, 0, slot, head);
+    let plane = |p: usize| view.row(p, slot, head).unwrap();
+    let codes = plane(0);
     let scale = |i: usize, group: usize| {
-        let scales = bytes_of(view, 1, slot, head);
+        let scales = plane(1);
         match view.format {
             KvFormat::Mxfp8 | KvFormat::Mxfp4 => 2f64.powi(i32::from(scales[i / group]) - 127),
             KvFormat::Nvfp4 => small_float(scales[i / group].into(), 4, 3),
@@ -59,7 +52,7 @@ fn decoded(view: &View, slot: usize, head: usize) -> Vec<f64> {
         KvFormat::F16 => f16_at(codes, i),
         KvFormat::Bf16 => bf16::from_le_bytes([codes[2 * i], codes[2 * i + 1]]).to_f64(),
         KvFormat::Affine { bits, group } => {
-            let offset = f16_at(bytes_of(view, 2, slot, head), i / usize::from(group));
+            let offset = f16_at(plane(2), i / usize::from(group));
             f64::from(code_at(codes, i, bits.into())) * scale(i, group.into()) + offset
         }
         KvFormat::Mxfp8 => small_float(codes[i].into(), 4, 3) * scale(i, 32),

@@ -8,8 +8,7 @@ use super::activation::{Activation, Function};
 use super::run::route_with;
 use super::sizes::Experts;
 use super::workspace::Workspace;
-use crate::attention::synthetic::Threads;
-use crate::linear::tests::reference::Numbers;
+use crate::attention::synthetic::{Random, Threads};
 use crate::linear::tests::FORMATS;
 use crate::linear::{Scales, WeightFormat};
 use crate::simd::Instructions;
@@ -61,23 +60,23 @@ fn error(found: &[f32], expected: &[f64]) -> f64 {
 
 #[test]
 fn outputs_are_those_of_plain_loops() {
-    let mut numbers = Numbers(1);
+    let mut random = Random::new(1);
     for case in 0..200 {
         // A third of the layers have two formats.
         let mut weights = [FORMATS[case % FORMATS.len()]; 2];
-        if numbers.below(3) == 0 {
-            weights[1] = FORMATS[numbers.below(FORMATS.len())];
+        if random.below(3) == 0 {
+            weights[1] = FORMATS[random.below(FORMATS.len())];
         }
         let [unit, second_unit] = weights.map(WeightFormat::unit);
-        let gated = numbers.below(3) != 0;
-        let limited = gated && numbers.below(3) == 0;
-        let function = FUNCTIONS[numbers.below(FUNCTIONS.len())];
+        let gated = random.below(3) != 0;
+        let limited = gated && random.below(3) == 0;
+        let function = FUNCTIONS[random.below(FUNCTIONS.len())];
         let experts = Experts {
-            n_experts: 1 + numbers.below(9),
+            n_experts: 1 + random.below(9),
             hidden: unit
-                * (1 + numbers.below(if unit == 1 { 90 } else { 160_usize.div_ceil(unit) })),
+                * (1 + random.below(if unit == 1 { 90 } else { 160_usize.div_ceil(unit) })),
             intermediate: second_unit.max(16)
-                * (1 + numbers.below(if second_unit < 256 { 4 } else { 1 })),
+                * (1 + random.below(if second_unit < 256 { 4 } else { 1 })),
             weights,
             activation: Activation {
                 function,
@@ -87,13 +86,13 @@ fn outputs_are_those_of_plain_loops() {
                 offset: if limited { 1.0 } else { 0.0 },
             },
         };
-        let layer = Layer::new(experts, numbers.below(2) == 0, &mut numbers);
+        let layer = Layer::new(experts, random.below(2) == 0, &mut random);
         // In some steps, few experts get most of the tokens, and a token may have an expert several times.
-        let (n_tokens, k) = (1 + numbers.below(40), 1 + numbers.below(4));
-        let most = 1 + numbers.below(experts.n_experts);
-        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(most) as i64).collect();
-        let x = numbers.floats(n_tokens * experts.hidden);
-        let factors = numbers.floats(n_tokens * k);
+        let (n_tokens, k) = (1 + random.below(40), 1 + random.below(4));
+        let most = 1 + random.below(experts.n_experts);
+        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| random.below(most) as i64).collect();
+        let x = random.numbers(n_tokens * experts.hidden);
+        let factors = random.numbers(n_tokens * k);
         let expected = layer.outputs(&x, k, &chosen, &factors);
         for instructions in Instructions::available() {
             let found = run_with(instructions, &layer, &x, &chosen, &factors, 1 + case % 3);
@@ -108,7 +107,7 @@ fn outputs_are_those_of_plain_loops() {
 
 #[test]
 fn an_output_depends_on_its_token_alone() {
-    let mut numbers = Numbers(2);
+    let mut random = Random::new(2);
     for format in FORMATS {
         let (weights, unit) = ([format; 2], format.unit());
         let experts = Experts {
@@ -118,11 +117,11 @@ fn an_output_depends_on_its_token_alone() {
             weights,
             activation: swiglu(),
         };
-        let layer = Layer::new(experts, true, &mut numbers);
+        let layer = Layer::new(experts, true, &mut random);
         let (n_tokens, k) = (70, 3);
-        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(6) as i64).collect();
+        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| random.below(6) as i64).collect();
         let (x, factors) =
-            (numbers.floats(n_tokens * experts.hidden), numbers.floats(n_tokens * k));
+            (random.numbers(n_tokens * experts.hidden), random.numbers(n_tokens * k));
         for instructions in Instructions::available() {
             let all = run_with(instructions, &layer, &x, &chosen, &factors, 4);
             for cut in [1, 3, 64] {
@@ -146,18 +145,18 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
 
 #[test]
 fn what_is_not_finite_stays_so_and_touches_no_other_token() {
-    let mut numbers = Numbers(3);
+    let mut random = Random::new(3);
     for format in FORMATS {
         let (weights, width) = ([format; 2], 64.max(format.unit()));
         for function in FUNCTIONS {
             let activation = Activation { function, ..swiglu() };
             let experts =
                 Experts { n_experts: 3, hidden: width, intermediate: width, weights, activation };
-            let layer = Layer::new(experts, false, &mut numbers);
+            let layer = Layer::new(experts, false, &mut random);
             let (n_tokens, k) = (20, 2);
-            let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(3) as i64).collect();
-            let factors = numbers.floats(n_tokens * k);
-            let good = numbers.floats(n_tokens * experts.hidden);
+            let chosen: Vec<i64> = (0..n_tokens * k).map(|_| random.below(3) as i64).collect();
+            let factors = random.numbers(n_tokens * k);
+            let good = random.numbers(n_tokens * experts.hidden);
             let expected = run(&layer, &good, &chosen, &factors);
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut x = good.clone();
@@ -178,7 +177,7 @@ fn what_is_not_finite_stays_so_and_touches_no_other_token() {
 
 #[test]
 fn a_step_of_one_shape_allocates_nothing() {
-    let mut numbers = Numbers(4);
+    let mut random = Random::new(4);
     let experts = Experts {
         n_experts: 4,
         hidden: 64,
@@ -186,10 +185,10 @@ fn a_step_of_one_shape_allocates_nothing() {
         weights: [WeightFormat::Int4 { group: 32, scales: Scales::Bf16 }; 2],
         activation: swiglu(),
     };
-    let layer = Layer::new(experts, false, &mut numbers);
-    let x = numbers.floats(9 * 64);
+    let layer = Layer::new(experts, false, &mut random);
+    let x = random.numbers(9 * 64);
     let indices: Vec<u8> = (0..18i64).flat_map(|at| (at % 4).to_le_bytes()).collect();
-    let factors = numbers.floats(18);
+    let factors = random.numbers(18);
     let (mut workspace, mut out) = (Workspace::default(), vec![0.0; x.len()]);
     let mut places = Vec::new();
     for _ in 0..3 {

@@ -1,9 +1,10 @@
 //! A layer of experts with random weights, and its outputs in simple loops.
 
+use crate::attention::synthetic::Random;
 use crate::experts::activation::{Activation, Function};
 use crate::experts::run::Inputs;
 use crate::experts::sizes::Experts;
-use crate::linear::tests::reference::{dot, rounded, Numbers, Weights};
+use crate::linear::tests::reference::{dot, rounded, Weights};
 use crate::linear::weights::ROWS;
 
 /// A layer with random weights.
@@ -15,12 +16,12 @@ pub struct Layer {
 }
 
 impl Layer {
-    pub fn new(experts: Experts, has_bias: bool, numbers: &mut Numbers) -> Self {
+    pub fn new(experts: Experts, has_bias: bool, random: &mut Random) -> Self {
         let Experts { n_experts, hidden, intermediate, weights, activation } = experts;
         let rows = intermediate * if activation.gated { 2 } else { 1 };
-        let first = Weights::new(weights[0], n_experts, rows, hidden, numbers);
-        let second = Weights::new(weights[1], n_experts, hidden, intermediate, numbers);
-        let biases = has_bias.then(|| [rows, hidden].map(|rows| numbers.floats(n_experts * rows)));
+        let first = Weights::new(weights[0], n_experts, rows, hidden, random);
+        let second = Weights::new(weights[1], n_experts, hidden, intermediate, random);
+        let biases = has_bias.then(|| [rows, hidden].map(|rows| random.numbers(n_experts * rows)));
         Self { experts, first, second, biases }
     }
 

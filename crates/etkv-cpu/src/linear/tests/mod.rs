@@ -9,9 +9,9 @@ use super::run::{multiply_with, Linear, Product};
 use super::scales::Scales;
 use super::weights::WeightFormat;
 use super::workspace::Workspace;
-use crate::attention::synthetic::Threads;
+use crate::attention::synthetic::{Random, Threads};
 use crate::simd::Instructions;
-use reference::{dot, rounded, Numbers, Weights};
+use reference::{dot, rounded, Weights};
 
 pub(crate) const FORMATS: [WeightFormat; 15] = [
     WeightFormat::F32,
@@ -39,11 +39,11 @@ struct Call {
 }
 
 impl Call {
-    fn new(linear: Linear, numbers: &mut Numbers) -> Self {
+    fn new(linear: Linear, random: &mut Random) -> Self {
         let Linear { columns, format, ref rows } = linear;
         let weights =
-            rows.iter().map(|&rows| Weights::new(format, 1, rows, columns, numbers)).collect();
-        let biases = rows.iter().map(|&rows| (rows % 2 == 0).then(|| numbers.floats(rows)));
+            rows.iter().map(|&rows| Weights::new(format, 1, rows, columns, random)).collect();
+        let biases = rows.iter().map(|&rows| (rows % 2 == 0).then(|| random.numbers(rows)));
         let biases = biases.collect();
         Self { linear, weights, biases }
     }
@@ -94,15 +94,15 @@ impl Call {
 
 #[test]
 fn outputs_are_those_of_plain_loops() {
-    let mut numbers = Numbers(11);
+    let mut random = Random::new(11);
     for case in 0..150 {
         let format = FORMATS[case % FORMATS.len()];
         let unit = format.unit();
-        let columns = unit * (1 + numbers.below(if unit == 1 { 130 } else { 288 / unit }));
-        let rows = (0..1 + numbers.below(3)).map(|_| 1 + numbers.below(150)).collect();
-        let call = Call::new(Linear { columns, format, rows }, &mut numbers);
-        let n_tokens = if case % 4 == 0 { 1 } else { 1 + numbers.below(40) };
-        let x = numbers.floats(n_tokens * columns);
+        let columns = unit * (1 + random.below(if unit == 1 { 130 } else { 288 / unit }));
+        let rows = (0..1 + random.below(3)).map(|_| 1 + random.below(150)).collect();
+        let call = Call::new(Linear { columns, format, rows }, &mut random);
+        let n_tokens = if case % 4 == 0 { 1 } else { 1 + random.below(40) };
+        let x = random.numbers(n_tokens * columns);
         let expected = call.expected(&x);
         for instructions in Instructions::available() {
             let found = call.run(instructions, &x, 1 + case % 3);
@@ -122,11 +122,11 @@ fn outputs_are_those_of_plain_loops() {
 
 #[test]
 fn an_output_depends_on_its_input_alone() {
-    let mut numbers = Numbers(12);
+    let mut random = Random::new(12);
     for format in FORMATS {
         let linear = Linear { columns: 256, format, rows: vec![300, 48] };
-        let call = Call::new(linear, &mut numbers);
-        let x = numbers.floats(70 * 256);
+        let call = Call::new(linear, &mut random);
+        let x = random.numbers(70 * 256);
         for instructions in Instructions::available() {
             let all = call.run(instructions, &x, 4);
             for cut in [1, 3, 64] {
@@ -146,10 +146,10 @@ fn an_output_depends_on_its_input_alone() {
 
 #[test]
 fn what_is_not_finite_stays_in_its_row() {
-    let mut numbers = Numbers(13);
+    let mut random = Random::new(13);
     for format in FORMATS {
-        let call = Call::new(Linear { columns: 256, format, rows: vec![20] }, &mut numbers);
-        let mut x = numbers.floats(20 * 256);
+        let call = Call::new(Linear { columns: 256, format, rows: vec![20] }, &mut random);
+        let mut x = random.numbers(20 * 256);
         let whole = call.run(Instructions::best(), &x, 2);
         for (token, number) in [(3, f32::NAN), (7, f32::INFINITY)] {
             x[token * 256 + 9] = number;
@@ -166,13 +166,13 @@ fn what_is_not_finite_stays_in_its_row() {
 
 #[test]
 fn rows_of_embeddings_are_the_weights() {
-    let mut numbers = Numbers(14);
+    let mut random = Random::new(14);
     for format in FORMATS {
         let (rows, width) = (75, 512);
-        let weights = Weights::new(format, 1, rows, width, &mut numbers);
+        let weights = Weights::new(format, 1, rows, width, &mut random);
         let embedding = Embedding { rows, width, format };
         for n in [0, 1, 5, 90] {
-            let ids: Vec<i64> = (0..n).map(|_| numbers.below(rows) as i64).collect();
+            let ids: Vec<i64> = (0..n).map(|_| random.below(rows) as i64).collect();
             let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
             let mut out = vec![f32::NAN; n * width];
             embed_into(&embedding, &bytes, weights.bytes(), &mut out, &Threads(2)).unwrap();

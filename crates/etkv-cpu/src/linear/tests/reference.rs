@@ -2,35 +2,10 @@
 
 use half::{bf16, f16};
 
+use crate::attention::synthetic::Random;
+use crate::attention::tests::reference::small_float;
 use crate::linear::scales::{Scales, NESTED};
 use crate::linear::weights::{Codes, WeightFormat, ROWS};
-
-/// A pseudorandom number generator.
-pub struct Numbers(pub u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        // SplitMix64.
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    /// Returns a number from -1 to 1.
-    pub fn float(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-
-    pub fn floats(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.float()).collect()
-    }
-}
 
 /// The weights of some matrices: packed, and as numbers `[matrices, rows, columns]`, with rows in the packed
 /// order.
@@ -48,7 +23,7 @@ impl Weights {
         n: usize,
         rows: usize,
         columns: usize,
-        numbers: &mut Numbers,
+        random: &mut Random,
     ) -> Self {
         let tiles = rows.div_ceil(ROWS);
         let mut values = vec![0.0; n * tiles * ROWS * columns];
@@ -58,7 +33,7 @@ impl Weights {
                 None => {
                     for column in 0..columns {
                         for row in 0..ROWS {
-                            let value = bf16::from_f32(numbers.float());
+                            let value = bf16::from_f32(random.number());
                             tile[row * columns + column] = value.to_f32();
                             match format {
                                 WeightFormat::F32 => bytes.extend(value.to_f32().to_le_bytes()),
@@ -68,7 +43,7 @@ impl Weights {
                     }
                 }
                 Some((codes, group, scales)) => {
-                    pack(tile, columns, group, codes, scales, &mut bytes, numbers);
+                    pack(tile, columns, group, codes, scales, &mut bytes, random);
                 }
             }
         }
@@ -103,7 +78,7 @@ fn pack(
     of_weights: Codes,
     stored: Scales,
     bytes: &mut Vec<u8>,
-    numbers: &mut Numbers,
+    random: &mut Random,
 ) {
     let bits = if of_weights == Codes::Int8 { 8 } else { 4 };
     let half = 1i32 << (bits - 1);
@@ -111,11 +86,10 @@ fn pack(
     let mut factors = Vec::new();
     for (at, first) in (0..columns).step_by(group).enumerate() {
         if stored == Scales::Nested && at % NESTED == 0 {
-            factors =
-                vec![halves(numbers, 1.0 / (256 * half) as f32), halves(numbers, 1.0 / 256.0)];
+            factors = vec![halves(random, 1.0 / (256 * half) as f32), halves(random, 1.0 / 256.0)];
             bytes.extend(factors.iter().flatten().flat_map(|x| x.to_le_bytes()));
         }
-        let (scales, biases) = numbers_of(stored, &factors, half as f32, bytes, numbers);
+        let (scales, biases) = numbers_of(stored, &factors, half as f32, bytes, random);
         let mut codes = vec![[0u8; ROWS]; group];
         for (at, codes) in codes.iter_mut().enumerate() {
             for (row, code) in codes.iter_mut().enumerate() {
@@ -125,10 +99,10 @@ fn pack(
                     (0, _) => (1usize << bits).wrapping_sub(1) as u8,
                     (1, Codes::Fp4) => 15,
                     (1, _) => 0,
-                    _ => numbers.below(1 << bits) as u8,
+                    _ => random.below(1 << bits) as u8,
                 };
                 let number = match of_weights {
-                    Codes::Fp4 => 2.0 * e2m1(*code),
+                    Codes::Fp4 => 2.0 * small_float((*code).into(), 2, 1) as f32,
                     _ => (i32::from(*code) - offset) as f32,
                 };
                 tile[row * columns + first + at] = scales[row] * number + biases[row];
@@ -148,22 +122,8 @@ fn pack(
     }
 }
 
-/// Returns the value of a float with a sign, two bits of exponent and one of mantissa.
-fn e2m1(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
-    let size = match exponent {
-        0 => mantissa / 2.0,
-        _ => (1.0 + mantissa / 2.0) * 2f32.powi(exponent - 1),
-    };
-    if code & 8 == 0 {
-        size
-    } else {
-        -size
-    }
-}
-
-fn halves(numbers: &mut Numbers, most: f32) -> Vec<f16> {
-    (0..ROWS).map(|_| f16::from_f32(numbers.float() * most)).collect()
+fn halves(random: &mut Random, most: f32) -> Vec<f16> {
+    (0..ROWS).map(|_| f16::from_f32(random.number() * most)).collect()
 }
 
 /// Appends the scales and biases of a group. Returns their values.
@@ -172,14 +132,14 @@ fn numbers_of(
     factors: &[Vec<f16>],
     half: f32,
     bytes: &mut Vec<u8>,
-    numbers: &mut Numbers,
+    random: &mut Random,
 ) -> (Vec<f32>, Vec<f32>) {
     let mut made = [vec![0.0; ROWS], vec![-0.0; ROWS]];
     let kinds = if stored.are_biased() { 2 } else { 1 };
     for (kind, made) in made.iter_mut().enumerate().take(kinds) {
         let most = if kind == 0 { 1.0 / half } else { 1.0 };
         for (row, made) in made.iter_mut().enumerate() {
-            let value = numbers.float() * most;
+            let value = random.number() * most;
             match stored {
                 Scales::Bf16 | Scales::Bf16Biased => {
                     bytes.extend(bf16::from_f32(value).to_le_bytes());
@@ -194,7 +154,7 @@ fn numbers_of(
                     *made = value;
                 }
                 Scales::Nested => {
-                    let byte = numbers.below(256) as u8;
+                    let byte = random.below(256) as u8;
                     bytes.push(byte);
                     *made = factors[kind][row].to_f32() * f32::from(byte);
                 }

@@ -1,7 +1,8 @@
 //! The kernels of tiles, and rounding.
 
-use super::reference::{rounded, Numbers, Weights};
+use super::reference::{rounded, Weights};
 use super::FORMATS;
+use crate::attention::synthetic::Random;
 use crate::linear::blocks::{Block, Packed, BLOCK};
 use crate::linear::float_tile::FloatTile;
 use crate::linear::integer_tile::{Dot, IntegerTile};
@@ -13,7 +14,7 @@ use crate::simd::{with_simd, Instructions, Simd};
 /// Products are exact except for float32 rounding, even with the largest codes and inputs.
 #[test]
 fn products_of_a_tile() {
-    let mut numbers = Numbers(5);
+    let mut random = Random::new(5);
     for format in FORMATS {
         for instructions in Instructions::available() {
             let dot = Dot::of(instructions);
@@ -21,7 +22,7 @@ fn products_of_a_tile() {
             let floats = BLOCK * with_simd!(instructions, |S| S::WIDTH) / ROWS;
             let most = if format.group().is_some() { dot.most() } else { floats };
             for n in 1..=most {
-                let weights = Weights::new(format, 1, ROWS, columns, &mut numbers);
+                let weights = Weights::new(format, 1, ROWS, columns, &mut random);
                 let (of_weights, group, stored) =
                     format.in_groups().unwrap_or((Codes::Int8, 0, Scales::Bf16));
                 let n_groups = columns.checked_div(group).unwrap_or(0);
@@ -38,7 +39,7 @@ fn products_of_a_tile() {
                 let mut inputs: Vec<Vec<f64>> = Vec::new();
                 for i in 0..n {
                     if group == 0 {
-                        let row = numbers.floats(columns);
+                        let row = random.numbers(columns);
                         // SAFETY: the vectors have the sizes of the block.
                         unsafe { packed.put_floats(block, i, 0, &row) };
                         inputs.push(row.iter().map(|&x| f64::from(x)).collect());
@@ -48,10 +49,10 @@ fn products_of_a_tile() {
                         .map(|_| match i {
                             0 => 127,
                             1 => -127,
-                            _ => (numbers.below(255) as i32 - 127) as i8,
+                            _ => (random.below(255) as i32 - 127) as i8,
                         })
                         .collect();
-                    let scale = numbers.floats(n_groups);
+                    let scale = random.numbers(n_groups);
                     let zero = match stored.are_biased() {
                         true => -1,
                         false => i32::from(of_weights.zero()),
@@ -112,11 +113,11 @@ fn products_of_a_tile() {
 
 #[test]
 fn numbers_in_8_bits() {
-    let mut numbers = Numbers(6);
+    let mut random = Random::new(6);
     let format = WeightFormat::Int8 { group: 32, scales: Scales::Bf16 };
     for instructions in Instructions::available() {
         for size in [1.0, 1e-20, 1e-31, 1e30, 0.0] {
-            let x: Vec<f32> = numbers.floats(32).iter().map(|x| x * size).collect();
+            let x: Vec<f32> = random.numbers(32).iter().map(|x| x * size).collect();
             let (mut codes, mut scale, mut sum) = ([0i8; 32], 0.0, 0);
             let quantize =
                 Quantize { from: &x, codes: &mut codes, scale: &mut scale, sum: &mut sum };

@@ -79,8 +79,7 @@ fn bits_do_not_depend_on_steps_and_are_near_the_plain_loop() {
         let width = random.integer(1, 5);
         let columns: Vec<Vec<f32>> =
             (0..N).map(|_| (0..channels).map(|_| 3.0 * random.number()).collect()).collect();
-        let weight: Vec<f32> = (0..channels * width).map(|_| random.number()).collect();
-        let bias: Vec<f32> = (0..channels).map(|_| random.number()).collect();
+        let (weight, bias) = (random.numbers(channels * width), random.numbers(channels));
         for instructions in Instructions::available() {
             let new = |parallel| Run {
                 columns: &columns,
@@ -129,9 +128,8 @@ fn bits_do_not_depend_on_steps_and_are_near_the_plain_loop() {
 fn trees_have_the_bits_of_their_paths() {
     let mut random = Random::new(2);
     let (channels, width) = (35, 4);
-    let columns: Vec<Vec<f32>> =
-        (0..60).map(|_| (0..channels).map(|_| random.number()).collect()).collect();
-    let weight: Vec<f32> = (0..channels * width).map(|_| random.number()).collect();
+    let columns: Vec<Vec<f32>> = (0..60).map(|_| random.numbers(channels)).collect();
+    let weight = random.numbers(channels * width);
     for case in 0..30 {
         let mut run = Run {
             columns: &columns,
