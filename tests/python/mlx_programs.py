@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from etkv import _mlx_serialization
+
+
+class Function(torch.nn.Module):
+    """Wraps a function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 def write(module: torch.nn.Module, inputs: Sequence[Any], path: Path, *, delegated: bool = True, **how: Any) -> Path:

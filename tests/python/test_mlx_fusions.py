@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import softplus
 
 from etkv.export import mlx_fusions
+from mlx_programs import Function
 
 Formula = Callable[[torch.Tensor], torch.Tensor]
 
@@ -19,22 +20,10 @@ def unit(x: torch.Tensor, axis: int = -1, of: torch.Tensor | None = None) -> tor
     return x * torch.rsqrt((other * other).sum(axis, keepdim=True) + 1e-6)
 
 
-class Model(torch.nn.Module):
-    """Wraps a formula as a module."""
-
-    def __init__(self, formula: Formula) -> None:
-        super().__init__()
-        self.formula = formula
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the formula."""
-        return self.formula(x)
-
-
 def fused(formula: Formula, dtype: torch.dtype = torch.float32) -> tuple[list[str], float]:
     """Return the operators of a fused formula, and the largest difference from the results of the formula."""
     x = torch.linspace(-90, 90, 3 * 5 * 8).reshape(1, 3, 5, 8).to(dtype)
-    model = Model(formula)
+    model = Function(formula)
     program = torch.export.export(model, (x,))
     mlx_fusions.fuse(program)
     operators = [node.target.__name__ for node in program.graph.nodes if node.op == "call_function"]
