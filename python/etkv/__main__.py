@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -65,26 +63,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _import_noise_off() -> Iterator[None]:
-    """Hide the warnings of the imports of torch and ExecuTorch."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
-
-
-@contextlib.contextmanager
 def _loaded(options: argparse.Namespace) -> Iterator[Program]:
     """Load the program. It gets a session, unless it has its cache in its graph."""
     import etkv
+    from etkv.export.progress import without_warnings
     from etkv.metadata import describes_layers
     from etkv.pte import constant_methods
 
-    with _import_noise_off():
+    # The imports of torch and ExecuTorch warn.
+    with without_warnings():
         etkv.register_backend()
         constants = constant_methods(options.program)
     if not describes_layers(constants):

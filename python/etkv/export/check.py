@@ -183,7 +183,7 @@ def n_weights(model: PreTrainedModel) -> int:
     """Return the number of weights of ``model``, packed or not. Shared weights count once."""
     sizes = {id(weight): weight.numel() for weight in model.parameters()}
     for _, layer in packing.layers(model):
-        sizes[id(layer.packed)] = layer.numel()
+        sizes[id(layer.packed)] = math.prod(layer.etkv_shape())
     for _, module in experts.mixtures(model):
         parts = (getattr(module, name) for name in experts.names(module))
         sizes |= {id(part): math.prod(part.shape) for part in parts}

@@ -18,53 +18,36 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 """The files of weights that an export writes."""
 
 
-class Staged:
+class Staged(TemporaryFolder):
     """A Hugging Face folder under construction, in a temporary folder inside its target.
 
-    The target does not change before :meth:`publish`. It is a context manager: leaving it removes the temporary folder.
+    The target does not change before :meth:`publish`.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._temporary = TemporaryFolder(folder)
-        self._scratch = self._temporary.path
 
     def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
         """Write configuration, weights, tokenizer and generation settings.
 
         Quantized weights are dequantized to the model's dtype, so the folder has the same values as the program.
         """
-        _write(self._scratch, model, tokenizer, generation)
+        model.save_pretrained(self.path, state_dict=_plain_weights(model))
+        tokenizer.save_pretrained(self.path)
+        for file in self.path.glob("*.safetensors"):
+            # safetensors ignores the umask, so only the owner can read its files. Give them the mode of other files.
+            file.chmod((self.path / "config.json").stat().st_mode)
+        (self.path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        name_for_mlx_lm(self.path / "config.json")
 
     def publish(self) -> None:
         """Replace the files of an earlier export atomically, one by one, with the configuration last."""
-        written = {file.name for file in self._scratch.iterdir()}
+        written = {file.name for file in self.path.iterdir()}
         for stale in self.folder.glob("model*.safetensors*"):
             if stale.name not in written and _WEIGHTS.fullmatch(stale.name):
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
-            if (self._scratch / name).is_dir() and (self.folder / name).is_dir():
+            if (self.path / name).is_dir() and (self.folder / name).is_dir():
                 # This is the folder of named chat templates. A folder that is not empty cannot be replaced.
                 shutil.rmtree(self.folder / name)
-            (self._scratch / name).replace(self.folder / name)
-
-    def __enter__(self) -> Staged:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.__exit__()
-
-
-def _write(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]
-) -> None:
-    model.save_pretrained(folder, state_dict=_plain_weights(model))
-    tokenizer.save_pretrained(folder)
-    for file in folder.glob("*.safetensors"):
-        # safetensors ignores the umask, so only the owner can read its files. Give them the mode of the other files.
-        file.chmod((folder / "config.json").stat().st_mode)
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    name_for_mlx_lm(folder / "config.json")
+            (self.path / name).replace(self.folder / name)
 
 
 def name_for_mlx_lm(config_file: Path) -> None:

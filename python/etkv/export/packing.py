@@ -42,12 +42,12 @@ class PackedLayer(torch.nn.Module):
         """Return the dequantized matrix."""
         raise NotImplementedError
 
-    def numel(self) -> int:
-        """Return the number of weights."""
+    def etkv_shape(self) -> tuple[int, int]:
+        """Return the rows and the columns."""
         layer: Any = self
         if isinstance(self, torch.nn.Linear):
-            return layer.out_features * layer.in_features  # type: ignore[no-any-return]
-        return layer.num_embeddings * layer.embedding_dim  # type: ignore[no-any-return]
+            return layer.out_features, layer.in_features
+        return layer.num_embeddings, layer.embedding_dim
 
     @property
     def weight(self) -> torch.Tensor:
@@ -181,13 +181,13 @@ class Packing:
     def _take(self, path: str, module: Any) -> None:
         """Pack the weights of ``module`` while the model is read."""
         if experts.are_plain(module):
-            self._pack_experts(path, module)
+            self._pack(path, module)
             return
         # transformers ties and counts weights later, so leave a parameter of the same shape, with storage of one
         # element.
         stand_in = torch.nn.Parameter(module.weight.new_zeros(1).expand(module.weight.shape), requires_grad=False)
         stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._packed[id(stand_in)] = stand_in, self._pack(path, module, matrix(module))
+        self._packed[id(stand_in)] = stand_in, self._pack(path, module)
         module.weight = stand_in
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -195,11 +195,11 @@ class Packing:
         modules = list(self._modules(model))
         for path, module in modules:
             if experts.are_plain(module):
-                self._pack_experts(path, module)
+                self._pack(path, module)
                 continue
             weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment] # There is one.
             if id(weight) not in self._packed:
-                self._packed[id(weight)] = weight, self._pack(path, module, matrix(module))
+                self._packed[id(weight)] = weight, self._pack(path, module)
                 self.note(path)
             own = _as_linear(module)
             del module._parameters["weight"]
@@ -224,18 +224,15 @@ class Packing:
             )
         return made
 
-    def _pack(self, path: str, module: torch.nn.Module, weight: torch.Tensor) -> Any:
+    def _pack(self, path: str, module: torch.nn.Module) -> Any:
+        """Pack the weights of ``module``. Return the packed form of a layer, and None for experts."""
         packer: Any = self._packer
         try:
+            if experts.are_plain(module):
+                return packer.pack_experts(module, functools.partial(self._kept, module))
+            weight = matrix(module)
             kept = self._kept(module, "weight", weight)
             return packer.pack(weight.detach()) if kept is None else kept
-        except ValueError as error:
-            raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
-
-    def _pack_experts(self, path: str, module: Any) -> None:
-        packer: Any = self._packer
-        try:
-            packer.pack_experts(module, functools.partial(self._kept, module))
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
 

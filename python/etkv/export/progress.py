@@ -75,25 +75,31 @@ class Progress:
 
 
 @contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Hide warnings and the log lines of warnings of the whole process. Errors are still logged."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+@contextlib.contextmanager
 def third_party_noise(allowed: bool) -> Iterator[None]:
     """Hide warnings, log lines, prints and progress bars of torch, transformers and ExecuTorch unless ``allowed``.
 
-    It affects the whole process, so it is only for commands. Enter it before these packages are imported. Errors are
-    still logged.
+    It affects the whole process, so it is only for commands. Enter it before these packages are imported.
     """
     if allowed:
         yield
         return
     for switch in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         os.environ.setdefault(switch, "1")
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
+    with without_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 @contextlib.contextmanager

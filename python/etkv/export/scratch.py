@@ -35,25 +35,17 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...([ps]) \S+ \S+ \d+ +(/.*)")
 """A line of Linux's list of mappings: addresses, whether the mapping is shared, and the file."""
 
 
-class Scratch:
-    """A temporary folder of tensors in ``folder``. It is a context manager: leaving it removes the temporary folder.
+class Scratch(TemporaryFolder):
+    """A temporary folder of tensors in ``folder``. Tensors that are still in use keep their pages after it is removed.
 
     ``sources`` are the files of the model.
     """
 
     def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
-        self._folder = TemporaryFolder(folder)
-        self.path = self._folder.path
+        super().__init__(folder)
         self._sources = {str(file.resolve()) for file in sources}
         self._numbers = itertools.count()
         self._unreleased = 0
-
-    def __enter__(self) -> Scratch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Tensors that are still in use keep their pages after the files are removed.
-        self._folder.__exit__()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in a file, or in memory if it is small.
@@ -84,7 +76,7 @@ class Scratch:
             except OSError as error:
                 path.unlink()
                 raise EtkvError(
-                    f"{self._folder.folder} has no room for {size} bytes of weights: {error.strerror}; "
+                    f"{self.folder} has no room for {size} bytes of weights: {error.strerror}; "
                     "an export needs twice the size of the program"
                 ) from error
 

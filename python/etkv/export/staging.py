@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 _PREFIX = ".etkv-export-"
 
@@ -30,6 +30,9 @@ _PATIENCE = 30.0
 """Seconds to wait for another export that moves its files. It moves them in milliseconds."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_Self = TypeVar("_Self", bound="TemporaryFolder")
 
 
 class TemporaryFolder:
@@ -51,7 +54,7 @@ class TemporaryFolder:
                 raise
             self.path = (self._root / _FILES).resolve()
 
-    def __enter__(self) -> TemporaryFolder:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:

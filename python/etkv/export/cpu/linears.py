@@ -30,11 +30,7 @@ class _Packed(packing.PackedLayer):
     def plain(self) -> torch.Tensor:
         """Return the dequantized weights in float32."""
         fmt = WeightFormat(self.etkv_format, self.etkv_group)
-        return fmt.unpack(self.packed)[: self.etkv_rows()]
-
-    def etkv_rows(self) -> int:
-        """Return the number of rows."""
-        raise NotImplementedError
+        return fmt.unpack(self.packed)[: self.etkv_shape()[0]]
 
 
 class PackedLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # The weights are no parameter.
@@ -45,10 +41,6 @@ class PackedLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # The we
         made: torch.Tensor = linear(input, self.packed, self.bias, self.etkv_format, self.etkv_group, self.out_features)
         return made
 
-    def etkv_rows(self) -> int:
-        """Return the number of outputs."""
-        return self.out_features
-
 
 class PackedEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # The weights are no parameter.
     """An embedding with packed weights."""
@@ -57,10 +49,6 @@ class PackedEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # 
         """Return the embedding's rows for ids."""
         made: torch.Tensor = embedding(input, self.packed, self.etkv_format, self.etkv_group, self.num_embeddings)
         return made
-
-    def etkv_rows(self) -> int:
-        """Return the size of the vocabulary."""
-        return self.num_embeddings
 
 
 _BITS = {"int4": 4, "int8": 8}
