@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from etkv.errors import EtkvError
+from etkv.export import recurrent
 from etkv.export.gguf import layouts, packed, rope
-from etkv.export.gguf.file import GgufFile
+from etkv.export.gguf.file import GgufFile, StoredTensor
 from etkv.export.gguf.layouts import Rule
 from etkv.export.published.weight import Groups, Weight, joined
 
@@ -54,10 +55,7 @@ def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
     ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing, or if the model
     does not use a tensor. A weight of a wrong shape raises the error when the weight is read.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model: Any = recurrent.skeleton(config)
     parameters = model.state_dict()
     if config.tie_word_embeddings:
         for name in model.all_tied_weights_keys:
@@ -82,71 +80,45 @@ class _Weight(Weight):
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Return the values in float32."""
-        return torch.from_numpy(self.reader.read(self.name, self.sources, self.shape))
-
-    def groups(self) -> Groups | None:
-        """Return integers and scales, if the weight has the rows or the columns of quantized tensors."""
-        return self.reader.groups(self.name, self.sources, self.shape)
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.reader.is_quantized(self.sources)
-
-
-class _Reader:
-    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-        self._file = file
-        self._config = config
-        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
-        self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
-
-    def read(self, name: str, sources: list[str], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the values of transformers' parameter ``name``, contiguous and of ``shape``."""
-        key = self._key(name)
+        """Return the values in float32, contiguous."""
+        reader, name, shape = self.reader, self.name, self.shape
+        key = reader.key(name)
         if key is not None:
-            return np.full(shape, key, dtype=np.float32)
-        if self._is_absent_bias(name, sources[0]):
-            return np.zeros(shape, dtype=np.float32)
-        parts = [self._file.tensors[source].read() for source in sources]
-        rule = self._rule(name)
-        values = parts[0] if rule is None else rule.make(parts, self._config)
-        values = self._reordered(name, sources[0], values)
+            return torch.from_numpy(np.full(shape, key, dtype=np.float32))
+        if reader.is_absent_bias(name, self.sources[0]):
+            return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        parts = [reader.file.tensors[source].read() for source in self.sources]
+        rule = reader.rule(name)
+        values = parts[0] if rule is None else rule.make(parts, reader.config)
+        values = reader.reordered(name, self.sources[0], values)
         if values.shape != shape and values.size == np.prod(shape) and 1 in (*shape, *values.shape):
             values = values.reshape(shape)
         if values.shape != shape:
             raise EtkvError(
-                f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, but its model needs "
+                f"tensor {self.sources[0]} of {reader.file.path} has shape {list(values.shape)}, but its model needs "
                 f"{list(shape)}"
             )
         # Copy float32 values, because they are read-only views of the file.
-        return np.require(values, requirements=["C", "W"])
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
-    def is_quantized(self, sources: list[str]) -> bool:
-        """Return whether a tensor of the file is not stored as floats."""
-        tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
-        return any(tensor.kind not in _FLOATS for tensor in tensors)
-
-    def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
-        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none, or has
-        them in an order that would split groups of columns.
+    def groups(self) -> Groups | None:
+        """Return the integers and scales; ``None`` if the file has none, or has them in an order that would split
+        groups of columns.
 
         The rows of all experts are one matrix.
         """
-        tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
+        reader, tensors = self.reader, self._tensors()
         is_packed = tensors and all(tensor.kind in packed.FORMATS for tensor in tensors)
-        if not is_packed or len(tensors) != len(sources):
+        if not is_packed or len(tensors) != len(self.sources):
             return None
-        rule = self._rule(name)
+        rule = reader.rule(self.name)
         if rule is not None and rule.orders == "elements":
             return None
         found = joined([packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors])
         if found is None:
             return None
         if rule is not None and rule.orders == "columns":
-            order = rule.make([np.arange(tensor.shape[-1])[None] for tensor in tensors], self._config)
+            order = rule.make([np.arange(tensor.shape[-1])[None] for tensor in tensors], reader.config)
             return found.columns(torch.from_numpy(order.ravel()))
         # Arrange the numbers of the rows as `read` arranges their values.
         rows, first = [], 0
@@ -154,43 +126,61 @@ class _Reader:
             n = math.prod(tensor.shape[:-1])
             rows.append(np.arange(first, first + n).reshape(*tensor.shape[:-1], 1))
             first += n
-        made = rows[0] if rule is None else rule.make(rows, self._config)
-        order = torch.from_numpy(self._reordered(name, sources[0], made).ravel())
+        made = rows[0] if rule is None else rule.make(rows, reader.config)
+        order = torch.from_numpy(reader.reordered(self.name, self.sources[0], made).ravel())
         is_same = torch.equal(order, torch.arange(len(found.codes)))
         return found if is_same else found.rows(lambda matrix: matrix[order])
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(tensor.kind not in _FLOATS for tensor in self._tensors())
+
+    def _tensors(self) -> list[StoredTensor]:
+        """Return the tensors that are in the file."""
+        return [self.reader.file.tensors[source] for source in self.sources if source in self.reader.file.tensors]
+
+
+class _Reader:
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        self.file = file
+        self.config = config
+        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+        self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
 
     def check_there(self, name: str, sources: list[str]) -> None:
         """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, unless it is a bias, which is zero."""
         for source in sources:
-            if source not in self._file.tensors and not self._is_absent_bias(name, source):
-                raise EtkvError(f"{self._file.path} lacks tensor {source} of its model")
+            if source not in self.file.tensors and not self.is_absent_bias(name, source):
+                raise EtkvError(f"{self.file.path} lacks tensor {source} of its model")
 
     def check_all_named(self, sources: dict[str, list[str]]) -> None:
         """Raise :class:`EtkvError` for a tensor of the model's layers that no parameter uses."""
         named = {source for parts in sources.values() for source in parts}
-        stored = self._file.values[f"{self._file.architecture}.block_count"]
-        first_shared = self._config.num_hidden_layers - (getattr(self._config, "num_kv_shared_layers", 0) or 0)
-        for name in self._file.tensors:
+        stored = self.file.values[f"{self.file.architecture}.block_count"]
+        first_shared = self.config.num_hidden_layers - (getattr(self.config, "num_kv_shared_layers", 0) or 0)
+        for name in self.file.tensors:
             layer = _LAYER.match(name)
-            if layer is not None and self._config.num_hidden_layers <= int(layer[1]) < stored:
+            if layer is not None and self.config.num_hidden_layers <= int(layer[1]) < stored:
                 continue
             if name in named or name in rope.SETTINGS or _WITHOUT_EFFECT.fullmatch(name):
                 continue
             if layer is not None and int(layer[1]) >= first_shared and _OF_CACHE.fullmatch(name):
                 continue
             raise EtkvError(
-                f"tensor {name} of {self._file.path} is not used by transformers' model of family "
-                f"{self._config.model_type!r}; export the model's Hugging Face folder instead"
+                f"tensor {name} of {self.file.path} is not used by transformers' model of family "
+                f"{self.config.model_type!r}; export the model's Hugging Face folder instead"
             )
 
     def sources(self, name: str) -> list[str]:
         """Return the names of the file's tensors for transformers' parameter ``name``; empty for a number that is a
         key.
         """
-        if self._key(name) is not None:
+        if self.key(name) is not None:
             return []
         layer = re.search(r"\.(\d+)\.", name)
-        rule = self._rule(name)
+        rule = self.rule(name)
         if layer is not None and rule is not None:
             return [f"blk.{layer[1]}.{part}" for part in rule.sources]
         head = re.fullmatch(r".*\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name)
@@ -203,42 +193,42 @@ class _Reader:
         if name == "lm_head.weight":
             known = "output.weight"
         if known is None:
-            raise EtkvError(f"parameter {name} of family {self._config.model_type!r} has no name in GGUF files")
+            raise EtkvError(f"parameter {name} of family {self.config.model_type!r} has no name in GGUF files")
         return [known]
 
-    def _key(self, name: str) -> float | None:
+    def key(self, name: str) -> float | None:
         """Return the number for transformers' parameter ``name``, if the file stores the number as a key."""
         layer = re.search(r"\.(\d+)\.(.*)", name)
-        key = None if layer is None else layouts.key_of(self._file.architecture, layer[2])
+        key = None if layer is None else layouts.key_of(self.file.architecture, layer[2])
         if layer is None or key is None:
             return None
-        value = self._file.values[f"{self._file.architecture}.{key}"]
+        value = self.file.values[f"{self.file.architecture}.{key}"]
         return float(value[int(layer[1])] if isinstance(value, list) else value)
 
-    def _rule(self, name: str) -> Rule | None:
+    def rule(self, name: str) -> Rule | None:
         """Return the rule for transformers' parameter ``name``: the first rule whose tensors are in the file, or else
         the last rule.
         """
         layer = re.search(r"\.(\d+)\.(.*)", name)
         if layer is None:
             return None
-        rules = layouts.rules(self._file.architecture, layer[2])
+        rules = layouts.rules(self.file.architecture, layer[2])
         there = (
-            rule for rule in rules if all(f"blk.{layer[1]}.{source}" in self._file.tensors for source in rule.sources)
+            rule for rule in rules if all(f"blk.{layer[1]}.{source}" in self.file.tensors for source in rule.sources)
         )
         return next(there, rules[-1] if rules else None)
 
-    def _is_absent_bias(self, name: str, source: str) -> bool:
-        if source in self._file.tensors:
+    def is_absent_bias(self, name: str, source: str) -> bool:
+        if source in self.file.tensors:
             return False
         return any(
-            getattr(self._config, setting, False) and pattern.fullmatch(name)
+            getattr(self.config, setting, False) and pattern.fullmatch(name)
             for setting, pattern in _OPTIONAL_BIASES.items()
         )
 
-    def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
+    def reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
         """Return ``values`` in the layout of transformers, because llama.cpp's converters reorder some weights."""
-        architecture, config = self._file.architecture, self._config
+        architecture, config = self.file.architecture, self.config
         ordered: np.ndarray = values
         if architecture in _INTERLEAVED and ".attn_q." in source:
             return _halves(values, config.num_attention_heads)
