@@ -485,9 +485,7 @@ def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
     """Files that were converted from a tokenizer.json have merges, and meaningless scores."""
     pieces, opened = pieced
     merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
-    named = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.scores": [-1000.0] * pieces.get_piece_size()}
-    other = copy.copy(opened)
-    other.values = opened.values | named
+    other = changed(opened, merges=merges, scores=[-1000.0] * pieces.get_piece_size())
     assert gguf.read_tokenizer(other).encode(TEXTS[1]) == gguf.read_tokenizer(opened).encode(TEXTS[1])
 
 
