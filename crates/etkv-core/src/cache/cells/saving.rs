@@ -39,7 +39,7 @@ impl<S: Store> CellsCache<S> {
 }
 
 /// Returns the cells of each layer group that have rows.
-fn held_cells(book: &CellsBookkeeping) -> Vec<Slots> {
+pub(super) fn held_cells(book: &CellsBookkeeping) -> Vec<Slots> {
     (0..book.n_groups()).map(|group| book.held_cells(group)).collect()
 }
 

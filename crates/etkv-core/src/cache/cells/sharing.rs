@@ -1,7 +1,7 @@
 //! Sharing a sequence in cells as a prefix.
 
+use super::saving::held_cells;
 use super::CellsCache;
-use crate::cache::storage::Contents;
 use crate::cache::{Cache, SeqCache, TreeCache};
 use crate::error::{fail, Error, Result, Status};
 use crate::prefix::{Prefix, ShareCache};
@@ -44,10 +44,8 @@ impl<S: Store> ShareCache for CellsCache<S> {
         if length == 0 {
             fail!(InvalidArgument, "the cache is empty: there is nothing to share");
         }
-        let held: Vec<_> =
-            (0..self.book.n_groups()).map(|group| self.book.held_cells(group)).collect();
         let rewindable_to = self.seq_rewindable_to(0)?.max(1);
-        let rows = self.storage.freeze(&held)?;
+        let rows = self.storage.freeze(&held_cells(&self.book))?;
         Ok(Prefix::new(snapshot, (length, rewindable_to), rows))
     }
 
@@ -66,14 +64,11 @@ impl<S: Store> ShareCache for CellsCache<S> {
         let as_argument =
             |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
         let mut book = self.book.with_state(&state).map_err(as_argument)?;
-        let held = (0..book.n_groups()).map(|group| book.held_cells(group)).collect();
-        let snapshot = prefix.snapshot();
-        let target = (snapshot.formats, snapshot.awaits);
-        let contents = Contents { book: (), held, target };
+        let held = held_cells(&book);
         if length < prefix.length() {
             book.seq_rm(0, length..i32::MAX)?;
         }
-        self.storage = self.storage.attached(prefix.rows()?, snapshot.formats, &contents)?;
+        self.storage = self.storage.attached(prefix, &held)?;
         self.book = book;
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! Sharing one growing sequence as a prefix.
 
 use super::ContiguousCache;
-use crate::cache::storage::Contents;
 use crate::cache::Cache;
 use crate::error::{fail, Error, Result, Status};
 use crate::prefix::{Prefix, ShareCache};
@@ -39,12 +38,9 @@ impl<S: Store> ShareCache for ContiguousCache<S> {
             |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
         let mut book = self.book.with_state(&state).map_err(as_argument)?;
         // The cache can read all rows of the prefix, even those after `length`.
-        let held = (0..state.dropped.len()).map(|group| book.held(group)).collect();
-        let snapshot = prefix.snapshot();
-        let target = (snapshot.formats, snapshot.awaits);
-        let contents = Contents { book: (), held, target };
+        let held: Vec<_> = (0..state.dropped.len()).map(|group| book.held(group)).collect();
         book.rewind(length)?;
-        self.storage = self.storage.attached(prefix.rows()?, snapshot.formats, &contents)?;
+        self.storage = self.storage.attached(prefix, &held)?;
         self.book = book;
         Ok(())
     }

@@ -15,16 +15,13 @@ impl<S: Store> Storage<S> {
     /// Reserves the memory that buffers need to grow to `slots` slots of each layer group. Replaced buffers count
     /// until [`settle`](Self::settle).
     pub(super) fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
-        let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+        let bytes = self.sum(|group, extent, slot| {
             let slots = slots(self, group);
-            let of = |(extent, slot): (Extent, u64)| {
-                if extent.slots < slots {
-                    bytes_of((slots - extent.shared).max(0), slot)
-                } else {
-                    0
-                }
-            };
-            self.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
+            if extent.slots < slots {
+                bytes_of(slots - extent.shared, slot)
+            } else {
+                0
+            }
         });
         self.reserve_bytes(bytes)
     }
@@ -53,10 +50,16 @@ impl<S: Store> Storage<S> {
 
     /// Returns the bytes of the buffers.
     pub(super) fn held(&self) -> u64 {
-        let of = |(extent, slot): (Extent, u64)| bytes_of(extent.own(), slot);
-        let layers = 0..self.layers.groups.len();
-        let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
-        held.fold(0, u64::saturating_add)
+        self.sum(|_, extent, slot| bytes_of(extent.own(), slot))
+    }
+
+    /// Returns the sum of `bytes` over all buffers. It gets the layer group, the extent, and the bytes of a slot.
+    pub(super) fn sum(&self, bytes: impl Fn(usize, Extent, u64) -> u64) -> u64 {
+        let groups = self.layers.groups.iter().enumerate();
+        groups.fold(0, |sum: u64, (layer, &group)| {
+            let of_layer = self.buffers(layer).map(|(extent, slot)| bytes(group, extent, slot));
+            of_layer.into_iter().fold(sum, u64::saturating_add)
+        })
     }
 
     /// Returns the buffers of a layer's keys and values, and the bytes of a slot in each.

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use crate::bookkeeping::Slots;
 use crate::budget::Share;
 use crate::error::Result;
-use crate::format::KvFormat;
-use crate::prefix::FrozenRows;
-use crate::store::{Extent, Store};
+use crate::prefix::{FrozenRows, Prefix};
+use crate::store::Store;
 use crate::store_layer::SlotsOf;
 
 use super::memory::bytes_of;
-use super::{Contents, Storage};
+use super::Storage;
 
 /// The maximum number of prefixes in a chain. A buffer is mapped from one piece for each prefix. If a chain would be
 /// longer, all its rows are copied into a single prefix.
@@ -25,13 +24,10 @@ impl<S: Store> Storage<S> {
         let parent = self.prefix.clone();
         let anew = parent.as_ref().is_some_and(|parent| parent.depth() >= MAX_PIECES);
         let slots: Vec<i32> = self.layers.groups.iter().map(|&group| held[group].end()).collect();
-        let mut bytes: u64 = 0;
-        for (layer, &end) in slots.iter().enumerate() {
-            for (extent, slot) in self.buffers(layer) {
-                let shared = if anew { 0 } else { extent.shared };
-                bytes = bytes.saturating_add((end - shared).max(0) as u64 * slot);
-            }
-        }
+        let bytes = self.sum(|group, extent, slot| {
+            let shared = if anew { 0 } else { extent.shared };
+            bytes_of(held[group].end() - shared, slot)
+        });
         let mut share = Share::new("prefix");
         share.reserve_giving_way(bytes, S::give_way)?;
         let frozen = self.store.freeze(&slots, &self.most(), anew);
@@ -45,26 +41,19 @@ impl<S: Store> Storage<S> {
         Ok(rows)
     }
 
-    /// Returns a storage with the same config that reads the rows of a prefix. The prefix must fit.
-    pub fn attached<B>(
-        &self,
-        rows: Arc<FrozenRows<S>>,
-        formats: [KvFormat; 2],
-        contents: &Contents<B>,
-    ) -> Result<Self> {
-        let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
+    /// Returns a storage with the same config that reads the rows of a prefix, in the slots `held` of each layer
+    /// group. The prefix must fit.
+    pub fn attached(&self, prefix: &Prefix, held: &[Slots]) -> Result<Self> {
+        let (rows, snapshot) = (prefix.rows::<S>()?, prefix.snapshot());
+        let mut made = Self::without_slots(self.config.clone(), self.shared, snapshot.formats)?;
         // In the budget both stores count as one holder. It stays registered until both are dropped.
         made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
-        made.frozen = contents.held.iter().map(Slots::end).collect();
-        let needed = |made: &Self, group: usize| made.allocated(group, contents.held[group].end());
-        let bytes = made.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
-            let of = |(extent, slot): (Extent, u64)| {
-                let own = needed(&made, group).max(extent.slots) - extent.shared;
-                bytes_of(own.max(0), slot)
-            };
-            made.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
+        made.frozen = held.iter().map(Slots::end).collect();
+        let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
+        let bytes = made.sum(|group, extent, slot| {
+            bytes_of(needed(&made, group).max(extent.slots) - extent.shared, slot)
         });
         made.reserve_bytes(bytes)?;
         for (layer, &group) in self.layers.groups.iter().enumerate() {
@@ -72,7 +61,7 @@ impl<S: Store> Storage<S> {
         }
         made.unsettled = true;
         made.settle();
-        (made.formats, made.awaits) = contents.target;
+        made.awaits = snapshot.awaits;
         made.unchecked.clone_from(&self.unchecked);
         Ok(made)
     }
@@ -97,12 +86,8 @@ impl<S: Store> Storage<S> {
         if self.prefix.is_none() {
             return Ok(());
         }
-        let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
-            let Some(first) = first(group) else {
-                return bytes;
-            };
-            let of = |(extent, slot): (Extent, u64)| (extent.shared - first).max(0) as u64 * slot;
-            bytes.saturating_add(self.buffers(layer).into_iter().map(of).sum())
+        let bytes = self.sum(|group, extent, slot| {
+            first(group).map_or(0, |first| bytes_of(extent.shared - first, slot))
         });
         self.reserve_bytes(bytes)
     }
