@@ -2,33 +2,21 @@
 //! single test.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use etkv_core::MemoryBudget;
-use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixCacheReport, PrefixStore};
+use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore};
 use etkv_tests::on_cpu::OnCpu;
-use etkv_tests::texts::{answer, read, TextShape};
-
-const MODEL: &str = "a model";
-
-fn when_read(prefixes: &PrefixCache) -> PrefixCacheReport {
-    let until = Instant::now() + Duration::from_secs(60);
-    while prefixes.report().ahead_waiting > 0 {
-        assert!(Instant::now() < until, "a text waits forever");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    prefixes.report()
-}
+use etkv_tests::stores::{labels, when_read, MODEL};
+use etkv_tests::texts::TextShape;
 
 #[test]
 fn texts_that_do_not_fit_are_counted_and_use_no_memory() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text: Vec<i64> = (0..90).collect();
     let folder = tempfile::TempDir::new().unwrap();
     let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
-    let mut cache = shape.make::<OnCpu>();
-    read::<OnCpu>(&mut cache, &text);
-    store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: &text }).unwrap();
+    let mut cache = shape.with_text::<OnCpu>(&text);
+    store.save(&mut *cache, labels(&text)).unwrap();
     let rows = cache.memory().used;
     drop(cache);
 
@@ -54,7 +42,5 @@ fn texts_that_do_not_fit_are_counted_and_use_no_memory() {
     assert_eq!(prefixes.reclaim(1), report.bytes);
     assert_eq!(budget.report().held, 0);
     assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(90));
-    let mut fresh = shape.make::<OnCpu>();
-    read::<OnCpu>(&mut fresh, &text);
-    assert!(answer::<OnCpu>(&mut cache, &text) == answer::<OnCpu>(&mut fresh, &text));
+    shape.check_read::<OnCpu>(&mut cache, &text);
 }

@@ -7,16 +7,18 @@
 #![cfg(feature = "buckets")]
 
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use etkv_core::{CacheConfig, ContiguousCache, Status, Step};
 use etkv_cpu::CpuStore;
-use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore, MIN_TOKENS};
+use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore, MIN_TOKENS};
 use etkv_tests::backend::Backend;
+use etkv_tests::campaign::saving::written;
 use etkv_tests::on_cpu::OnCpu;
-use etkv_tests::texts::{answer, read, shared, some_text, TextShape};
+use etkv_tests::stores::{labels, load, save, start, store_and_load, when_read, MODEL};
+use etkv_tests::texts::{read, shared, some_text, TextShape};
 use etkv_tests::{oracle, runs, Rng};
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
@@ -24,7 +26,6 @@ use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tempfile::TempDir;
 
-const MODEL: &str = "a model";
 const PREFIX: &str = "some/texts";
 
 /// A bucket, and the way in which stores in it are opened.
@@ -107,26 +108,6 @@ fn buckets() -> Vec<Bucket> {
     all
 }
 
-fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
-    let mut cache = shape.make::<OnCpu>();
-    read::<OnCpu>(&mut cache, text);
-    store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
-}
-
-/// Loads the longest stored prefix of a text, and checks that the cache then equals a cache that read the prefix.
-/// Returns its length.
-fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
-    let mut cache = shape.make::<OnCpu>();
-    let n = store.load(&mut *cache, MODEL, text).unwrap();
-    assert_eq!(cache.next_position(), Ok(n as i32));
-    assert!(n == 0 || n >= MIN_TOKENS, "{n} tokens");
-    let mut fresh = shape.make::<OnCpu>();
-    read::<OnCpu>(&mut fresh, &text[..n]);
-    let same = answer::<OnCpu>(&mut cache, &text[..n]) == answer::<OnCpu>(&mut fresh, &text[..n]);
-    assert!(same, "{n} of {text:?}");
-    n
-}
-
 #[test]
 fn the_longest_beginning_is_loaded() {
     for bucket in buckets() {
@@ -195,21 +176,12 @@ fn a_large_object_is_whole() {
         }
         step.commit(&[]).unwrap();
     }
-    let rows = |cache: &mut ContiguousCache<CpuStore>| {
-        let face: &mut dyn etkv_core::SaveCache = cache;
-        let (snapshot, mut all) = (face.snapshot().unwrap(), Vec::new());
-        let mut take = |_: &_, bytes: &[u8]| {
-            all.extend_from_slice(bytes);
-            Ok(())
-        };
-        face.read_rows(&snapshot, &mut take).unwrap();
-        all
-    };
+    let rows = |cache: &mut ContiguousCache<CpuStore>| written(cache).1;
     let expected = rows(&mut cache);
     assert!(expected.len() > 24 << 20);
     for bucket in buckets() {
         let store = bucket.open(u64::MAX);
-        assert!(store.save(&mut cache, Labels { fingerprint: MODEL, tokens: &text }).unwrap());
+        assert!(store.save(&mut cache, labels(&text)).unwrap());
         let mut loaded = make();
         assert_eq!(bucket.open(u64::MAX).load(&mut loaded, MODEL, &text), Ok(1100));
         assert!(rows(&mut loaded) == expected, "other rows in {}", bucket.name);
@@ -219,7 +191,7 @@ fn a_large_object_is_whole() {
 
 #[test]
 fn the_oldest_make_room() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
     for bucket in buckets() {
         // S3 stores times in seconds.
@@ -242,7 +214,7 @@ fn the_oldest_make_room() {
 
 #[test]
 fn damaged_and_foreign_files_are_skipped() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text: Vec<i64> = (0..90).collect();
     let mut other = text[..50].to_vec();
     other.push(7);
@@ -276,7 +248,7 @@ fn damaged_and_foreign_files_are_skipped() {
 
 #[test]
 fn texts_that_were_read_ahead_are_in_memory() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text: Vec<i64> = (0..90).collect();
     for bucket in buckets() {
         assert!(save(&bucket.open(u64::MAX), shape, &text));
@@ -284,26 +256,18 @@ fn texts_that_were_read_ahead_are_in_memory() {
         let prefixes = PrefixCache::new(PrefixCacheOptions { store, ..Default::default() });
         let mut cache = shape.make::<OnCpu>();
         assert!(prefixes.prefetch(&mut *cache, MODEL, &text[..80]).unwrap());
-        let until = Instant::now() + Duration::from_secs(60);
-        while prefixes.report().ahead_waiting > 0 {
-            assert!(Instant::now() < until, "a text waits forever");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        when_read(&prefixes);
         assert_eq!(prefixes.attach(&mut *cache, MODEL, &text[..80]), Ok(80));
         let report = prefixes.report();
         assert_eq!((report.tokens_in_memory, report.tokens_in_store), (80, 0));
-        let mut fresh = shape.make::<OnCpu>();
-        read::<OnCpu>(&mut fresh, &text[..80]);
-        assert!(
-            answer::<OnCpu>(&mut cache, &text[..80]) == answer::<OnCpu>(&mut fresh, &text[..80])
-        );
+        shape.check_read::<OnCpu>(&mut cache, &text[..80]);
     }
 }
 
 /// A bucket that fails returns an error, and does so immediately if the failure is recent. A prefix cache skips it.
 #[test]
 fn a_bucket_that_fails_is_passed_by() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text: Vec<i64> = (0..60).collect();
     let bucket = buckets().into_iter().find(|bucket| bucket.name == "files").unwrap();
     let store = Arc::new(bucket.open(u64::MAX));
@@ -340,27 +304,11 @@ fn addresses_that_are_no_buckets_are_refused() {
     }
 }
 
-const STORE: &str = "ETKV_TEST_STORE";
-const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
-
 /// The body of the processes that other tests start.
 #[test]
 #[ignore = "other tests run it in separate processes"]
 fn a_process_stores_and_loads() {
-    let address = std::env::var(STORE).unwrap();
-    let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();
-    let until = Instant::now() + Duration::from_secs_f64(seconds);
-    let rng = &mut Rng::new(u64::from(std::process::id()));
-    // There is room for a dozen files.
-    let store = open_store(&address, 400_000);
-    while Instant::now() < until {
-        let (shape, text) = (TextShape::of(rng.next_u64() % 6), some_text(rng));
-        if rng.chance(0.5) {
-            save(&store, shape, &text);
-        } else {
-            load(&store, shape, &text);
-        }
-    }
+    store_and_load(open_store);
 }
 
 fn open_store(address: &str, max_bytes: u64) -> PrefixStore {
@@ -371,16 +319,6 @@ fn open_store(address: &str, max_bytes: u64) -> PrefixStore {
             PrefixStore::in_bucket(Arc::new(files), PREFIX, max_bytes).unwrap()
         }
     }
-}
-
-fn start(address: &str, seconds: f64) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_process_stores_and_loads", "--ignored", "--nocapture"])
-        .env(STORE, address)
-        .env(SECONDS, seconds.to_string())
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap()
 }
 
 /// Returns buckets that other processes can open.

@@ -4,10 +4,11 @@
 use std::sync::Mutex;
 
 use etkv_core::{
-    AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
-    MemoryBudget, RecurrentLayer, Result, Status, Step,
+    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerPolicy, MemoryBudget,
+    RecurrentLayer, Result, Status, Step,
 };
 use etkv_tests::backend::Backend;
+use etkv_tests::campaign::saving::driver::{AnyCache, Shape};
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::oracle::{assert_close, attention, random_rows, Rows};
 use etkv_tests::recurrence::planned;
@@ -21,7 +22,7 @@ const SCALE: f32 = 0.3;
 static TURN: Mutex<()> = Mutex::new(());
 
 struct Session<B: Backend> {
-    cache: Box<dyn AttendCache<Store = B::Store>>,
+    cache: AnyCache<B>,
     /// The expected rows at each position. Both layers have the same rows.
     keys: Rows,
     values: Rows,
@@ -45,11 +46,7 @@ impl<B: Backend> Session<B> {
         }
         let format = rng.pick(&[KvFormat::F32, KvFormat::F32, KvFormat::Bf16]);
         let config = config.stored_as(format);
-        let cache: Box<dyn AttendCache<Store = B::Store>> = match rng.below(3) {
-            0 => Box::new(CellsCache::<B::Store>::new(config)?),
-            1 => Box::new(CellsCache::<B::Store>::with_trees(config)?),
-            _ => Box::new(ContiguousCache::<B::Store>::new(config)?),
-        };
+        let cache = Shape { kind: rng.below(3), config }.try_make::<B>()?;
         let is_exact = !has_windows && format == KvFormat::F32;
         Ok(Self { cache, keys: Rows::new(), values: Rows::new(), is_exact })
     }

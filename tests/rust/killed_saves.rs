@@ -10,19 +10,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use etkv_core::{
-    AttendCache, CacheConfig, CellsCache, KvFormat, LayerConfig, RecurrentLayer, Step,
-};
-use etkv_cpu::CpuStore;
-use etkv_file::{load, load_sequence, save, save_sequence, Labels, PrefixStore};
+use etkv_core::{CacheConfig, KvFormat, LayerConfig, RecurrentLayer, Step};
+use etkv_file::{load, load_sequence, save, save_sequence, PrefixStore};
 use etkv_tests::backend::Backend;
+use etkv_tests::campaign::saving::{driver, written, Written};
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::recurrence::{self, Token};
+use etkv_tests::stores::{self, MODEL};
 use etkv_tests::{oracle, runs, Rng};
 
-type AnyCache = Box<dyn AttendCache<Store = CpuStore>>;
-
-const MODEL: &str = "a model";
+type AnyCache = driver::AnyCache<OnCpu>;
 
 /// The number of different contents. A process saves one after the other.
 const VERSIONS: u64 = 6;
@@ -62,10 +59,8 @@ impl Target {
             ],
             ..CacheConfig::uniform(1, 1, 8, 600).stored_as(KvFormat::F32)
         };
-        match self {
-            Self::Contiguous | Self::Store => Box::new(CellsCache::contiguous(config).unwrap()),
-            Self::Tree | Self::Sequence => Box::new(CellsCache::with_trees(config).unwrap()),
-        }
+        let kind = if matches!(self, Self::Contiguous | Self::Store) { 0 } else { 2 };
+        driver::Shape { kind, config }.make::<OnCpu>()
     }
 
     /// Returns a cache with the contents of a version.
@@ -98,7 +93,7 @@ impl Target {
     fn save(self, cache: &mut AnyCache, version: u64, folder: &Path) {
         let path = self.path(folder);
         let tokens = [version as i64];
-        let labels = Labels { fingerprint: MODEL, tokens: &tokens };
+        let labels = stores::labels(&tokens);
         match self {
             Self::Contiguous | Self::Tree => save(&mut **cache, &path, labels).unwrap(),
             Self::Sequence => save_sequence(&mut **cache, 1, &path, labels).unwrap(),
@@ -106,14 +101,14 @@ impl Target {
                 let tokens: Vec<i64> = text_of(version).iter().map(|&one| one as i64).collect();
                 // There is room for some of the versions.
                 let store = PrefixStore::open(&path, 600_000).unwrap();
-                store.save(&mut **cache, Labels { fingerprint: MODEL, tokens: &tokens }).unwrap();
+                store.save(&mut **cache, stores::labels(&tokens)).unwrap();
             }
         }
     }
 
     /// Loads the target from a folder; in a store, the text of `version`. Returns the version in the token ids and
     /// the contents, or `None` if the file does not exist yet.
-    fn load(self, version: u64, folder: &Path) -> Option<(u64, Vec<u8>)> {
+    fn load(self, version: u64, folder: &Path) -> Option<(u64, Written)> {
         let path = self.path(folder);
         let mut cache = self.empty();
         if !path.exists() {
@@ -133,7 +128,7 @@ impl Target {
             }
         };
         let [version] = tokens[..] else { panic!("{tokens:?}") };
-        Some((version as u64, contents(&mut cache)))
+        Some((version as u64, written(cache.saving().unwrap())))
     }
 }
 
@@ -163,19 +158,6 @@ fn run(cache: &mut AnyCache, tokens: &[Token], positions: &[i32]) {
         step.update_and_fetch(id, &rows, &rows).unwrap();
     }
     step.commit(&[]).unwrap();
-}
-
-/// Returns the integers and the rows of a cache.
-fn contents(cache: &mut AnyCache) -> Vec<u8> {
-    let face = cache.saving().unwrap();
-    let snapshot = face.snapshot().unwrap();
-    let mut all = format!("{:?}", snapshot.book).into_bytes();
-    face.read_rows(&snapshot, &mut |_, bytes| {
-        all.extend_from_slice(bytes);
-        Ok(())
-    })
-    .unwrap();
-    all
 }
 
 const FOLDER: &str = "ETKV_TEST_KILLED";
@@ -276,7 +258,7 @@ fn a_process_that_is_killed_leaves_old_or_new_contents() {
 }
 
 /// Returns the contents of each version after it was saved and loaded.
-fn expected() -> HashMap<(Target, u64), Vec<u8>> {
+fn expected() -> HashMap<(Target, u64), Written> {
     let mut expected = HashMap::new();
     for target in Target::ALL {
         for version in 0..VERSIONS {

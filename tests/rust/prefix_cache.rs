@@ -4,18 +4,16 @@
 //! `ETKV_RUNS=N` generates N times as many operations.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use etkv_core::Status;
-use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore};
+use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore};
 use etkv_tests::backend::Backend;
 use etkv_tests::on_cpu::OnCpu;
-use etkv_tests::texts::{answer, read, shared, some_text, TextShape, CONVERTED_AT};
+use etkv_tests::stores::{save, when_read, MODEL};
+use etkv_tests::texts::{read, shared, some_text, TextShape, CONVERTED_AT};
 use etkv_tests::vec_store::OnVec;
 use etkv_tests::{for_seeds, runs, Rng};
 use tempfile::TempDir;
-
-const MODEL: &str = "a model";
 
 fn limited(max_bytes: Option<u64>) -> PrefixCache {
     PrefixCache::new(PrefixCacheOptions { max_bytes, ..Default::default() })
@@ -32,9 +30,7 @@ fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> b
     prefixes.attach(&mut *cache, MODEL, text).unwrap();
     read::<B>(&mut cache, text);
     let kept = prefixes.keep(&mut *cache, MODEL, text).unwrap();
-    let mut fresh = shape.make::<B>();
-    read::<B>(&mut fresh, text);
-    assert_eq!(answer::<B>(&mut cache, text), answer::<B>(&mut fresh, text), "{text:?}");
+    shape.check_read::<B>(&mut cache, text);
     kept
 }
 
@@ -44,10 +40,7 @@ fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) ->
     let n = prefixes.attach(&mut *cache, MODEL, text).unwrap();
     assert_eq!(cache.next_position(), Ok(n as i32));
     assert_eq!(cache.formats(), cache.config().formats_at(n as i32));
-    let mut fresh = shape.make::<B>();
-    read::<B>(&mut fresh, &text[..n]);
-    let expected = answer::<B>(&mut fresh, &text[..n]);
-    assert_eq!(answer::<B>(&mut cache, &text[..n]), expected, "{n} of {text:?}");
+    shape.check_read::<B>(&mut cache, &text[..n]);
     n
 }
 
@@ -79,7 +72,7 @@ fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     }
 }
 
-fn the_longest_is_found<B: Backend>() {
+fn the_longest_beginning_is_found<B: Backend>() {
     for_seeds(72, |seed| {
         let shape = TextShape::of(seed);
         let rng = &mut Rng::new(seed);
@@ -130,7 +123,7 @@ fn the_longest_is_found<B: Backend>() {
     });
 }
 
-fn limits_and_pins<B: Backend>() {
+fn limits_and_pins_hold<B: Backend>() {
     for_seeds(36, |seed| {
         let shape = TextShape::of(seed);
         let rng = &mut Rng::new(seed);
@@ -177,8 +170,8 @@ fn limits_and_pins<B: Backend>() {
     });
 }
 
-fn the_oldest_goes_first<B: Backend>() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+fn the_least_recently_used_prefix_is_removed_first<B: Backend>() {
+    let shape = TextShape::PLAIN;
     let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
     let one = {
         let prefixes = unlimited();
@@ -205,15 +198,13 @@ fn the_oldest_goes_first<B: Backend>() {
     assert_eq!(prefixes.reclaim(u64::MAX), 2 * one);
     assert_eq!(prefixes.report().prefixes, 1);
     prefixes.clear();
-    let mut fresh = shape.make::<B>();
-    read::<B>(&mut fresh, &text(0));
-    assert_eq!(answer::<B>(&mut reader, &text(0)), answer::<B>(&mut fresh, &text(0)));
+    shape.check_read::<B>(&mut reader, &text(0));
 }
 
 /// Prefixes of one text share memory, and the longest prefix replaces the others.
 fn a_text_replaces_its_prefixes<B: Backend>() {
     let text: Vec<i64> = (0..160).collect();
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let prefixes = unlimited();
     let mut cache = shape.make::<B>();
     for n in (20..=160).step_by(20) {
@@ -249,9 +240,8 @@ fn a_text_replaces_its_prefixes<B: Backend>() {
 fn invalid_arguments_are_refused<B: Backend>() {
     let prefixes = unlimited();
     let text: Vec<i64> = (0..60).collect();
-    let shape = TextShape { kind: 1, windowed: false, format: 0 };
-    let mut cache = shape.make::<B>();
-    read::<B>(&mut cache, &text);
+    let shape = TextShape { kind: 1, ..TextShape::PLAIN };
+    let mut cache = shape.with_text::<B>(&text);
     let told = |result: etkv_core::Result<bool>, told: &str| {
         let error = result.unwrap_err();
         assert_eq!(error.status(), Status::InvalidArgument);
@@ -273,14 +263,13 @@ fn invalid_arguments_are_refused<B: Backend>() {
     assert_eq!(prefixes.report().prefixes, 0);
     let mut empty = shape.make::<B>();
     told(prefixes.keep(&mut *empty, MODEL, &[]), "the text has 0 tokens");
-    let mut converted = TextShape { kind: 0, ..shape }.make::<B>();
-    read::<B>(&mut converted, &text);
+    let mut converted = TextShape::PLAIN.with_text::<B>(&text);
     let format = "affine8g32".parse().unwrap();
     converted.convert(format, format).unwrap();
     assert_eq!(prefixes.keep(&mut *converted, MODEL, &text), Ok(false));
 }
 
-fn threads<B: Backend>() {
+fn threads_share_one<B: Backend>() {
     let prefixes = limited(Some(300_000));
     let threads = (0..4).map(|thread| {
         let prefixes = prefixes.clone();
@@ -308,7 +297,7 @@ fn threads<B: Backend>() {
 }
 
 /// A store that fails is skipped.
-fn a_store_that_fails<B: Backend>() {
+fn a_store_that_fails_is_passed_by<B: Backend>() {
     let folder = TempDir::new().unwrap();
     let store = Arc::new(PrefixStore::open(&folder.path().join("gone"), u64::MAX).unwrap());
     std::fs::remove_dir(store.path()).unwrap();
@@ -321,50 +310,36 @@ fn a_store_that_fails<B: Backend>() {
 }
 
 macro_rules! tests {
-    ($name:ident, $backend:ty) => {
-        mod $name {
-            use super::*;
+    ($($test:ident,)+) => {
+        mod on_vec {
+            $(
+                #[test]
+                fn $test() {
+                    super::$test::<super::OnVec>();
+                }
+            )+
+        }
 
-            #[test]
-            fn the_longest_beginning_is_found() {
-                the_longest_is_found::<$backend>();
-            }
-
-            #[test]
-            fn limits_and_pins_hold() {
-                limits_and_pins::<$backend>();
-            }
-
-            #[test]
-            fn the_least_recently_used_prefix_is_removed_first() {
-                the_oldest_goes_first::<$backend>();
-            }
-
-            #[test]
-            fn a_text_replaces_its_prefixes() {
-                super::a_text_replaces_its_prefixes::<$backend>();
-            }
-
-            #[test]
-            fn invalid_arguments_are_refused() {
-                super::invalid_arguments_are_refused::<$backend>();
-            }
-
-            #[test]
-            fn threads_share_one() {
-                threads::<$backend>();
-            }
-
-            #[test]
-            fn a_store_that_fails_is_passed_by() {
-                a_store_that_fails::<$backend>();
-            }
+        mod on_cpu {
+            $(
+                #[test]
+                fn $test() {
+                    super::$test::<super::OnCpu>();
+                }
+            )+
         }
     };
 }
 
-tests!(on_vec, OnVec);
-tests!(on_cpu, OnCpu);
+tests! {
+    the_longest_beginning_is_found,
+    limits_and_pins_hold,
+    the_least_recently_used_prefix_is_removed_first,
+    a_text_replaces_its_prefixes,
+    invalid_arguments_are_refused,
+    threads_share_one,
+    a_store_that_fails_is_passed_by,
+}
 
 /// A text that one process kept is found in the store by another process, which then shares it in memory.
 #[test]
@@ -404,7 +379,7 @@ fn texts_missing_in_memory_come_from_the_store() {
 /// Caches on one prefix use the memory of one cache, plus the memory of their continuations.
 #[test]
 fn shared_prefixes_are_in_memory_once() {
-    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let shape = TextShape::PLAIN;
     let text: Vec<i64> = (0..160).collect();
     let prefixes = unlimited();
     let mut cache = shape.make::<OnCpu>();
@@ -439,32 +414,21 @@ fn with_store(max_bytes: Option<u64>, texts: &[&[i64]]) -> (TempDir, PrefixCache
     let folder = TempDir::new().unwrap();
     let store = PrefixStore::open(&folder.path().join("texts"), u64::MAX).unwrap();
     for text in texts {
-        let mut cache = AHEAD.make::<OnCpu>();
-        read::<OnCpu>(&mut cache, text);
-        store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap();
+        save(&store, TextShape::PLAIN, text);
     }
     let options = PrefixCacheOptions { max_bytes, store: Some(Arc::new(store)) };
     (folder, PrefixCache::new(options))
 }
 
-const AHEAD: TextShape = TextShape { kind: 0, windowed: false, format: 0 };
-
-fn prefetch(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
-    prefixes.prefetch(&mut *shape.make::<OnCpu>(), MODEL, text).unwrap()
+fn prefetch(prefixes: &PrefixCache, text: &[i64]) -> bool {
+    prefixes.prefetch(&mut *TextShape::PLAIN.make::<OnCpu>(), MODEL, text).unwrap()
 }
 
 /// Waits until no text is queued. Returns the number of texts that were prefetched, the number of their tokens, and
 /// the number of failures.
 fn read_ahead(prefixes: &PrefixCache) -> [u64; 3] {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        let report = prefixes.report();
-        if report.ahead_waiting == 0 {
-            return [report.ahead_read, report.tokens_ahead, report.ahead_failed];
-        }
-        assert!(Instant::now() < until, "{} texts wait", report.ahead_waiting);
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let report = when_read(prefixes);
+    [report.ahead_read, report.tokens_ahead, report.ahead_failed]
 }
 
 #[test]
@@ -472,24 +436,24 @@ fn texts_that_were_read_ahead_are_in_memory() {
     let text: Vec<i64> = (0..90).collect();
     let (folder, prefixes) = with_store(None, &[&text]);
     let asked = &text[..80];
-    assert!(prefetch(&prefixes, AHEAD, asked));
+    assert!(prefetch(&prefixes, asked));
     assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
     // The text is in memory now, so it is not queued again.
-    assert!(!prefetch(&prefixes, AHEAD, asked));
+    assert!(!prefetch(&prefixes, asked));
     let mut longer = asked.to_vec();
     longer.push(1000);
-    assert!(prefetch(&prefixes, AHEAD, &longer));
+    assert!(prefetch(&prefixes, &longer));
     assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
-    assert!(!prefetch(&prefixes, AHEAD, &longer));
+    assert!(!prefetch(&prefixes, &longer));
     // The store is not queried: it would fail.
     std::fs::remove_dir_all(folder.path().join("texts")).unwrap();
-    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, asked), 80);
-    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &longer), 80);
+    assert_eq!(attach::<OnCpu>(&prefixes, TextShape::PLAIN, asked), 80);
+    assert_eq!(attach::<OnCpu>(&prefixes, TextShape::PLAIN, &longer), 80);
     let report = prefixes.report();
     assert_eq!((report.tokens_in_memory, report.tokens_in_store), (160, 0));
     // Kinds share the texts in memory.
     for kind in [1, 2] {
-        assert_eq!(attach::<OnCpu>(&prefixes, TextShape { kind, ..AHEAD }, asked), 80);
+        assert_eq!(attach::<OnCpu>(&prefixes, TextShape { kind, ..TextShape::PLAIN }, asked), 80);
     }
 }
 
@@ -497,13 +461,13 @@ fn texts_that_were_read_ahead_are_in_memory() {
 fn texts_removed_from_memory_are_read_again() {
     let text: Vec<i64> = (0..90).collect();
     let (_folder, prefixes) = with_store(None, &[&text]);
-    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert!(prefetch(&prefixes, &text));
     assert_eq!(read_ahead(&prefixes), [1, 90, 0]);
     prefixes.clear();
-    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 90);
+    assert_eq!(attach::<OnCpu>(&prefixes, TextShape::PLAIN, &text), 90);
     assert_eq!(prefixes.report().tokens_in_store, 90);
     prefixes.clear();
-    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert!(prefetch(&prefixes, &text));
     assert_eq!(read_ahead(&prefixes), [2, 180, 0]);
 }
 
@@ -511,11 +475,11 @@ fn texts_removed_from_memory_are_read_again() {
 fn failed_prefetches_are_counted() {
     let text: Vec<i64> = (0..90).collect();
     // A cache without a store, and a text that is not in the store.
-    assert!(!prefetch(&unlimited(), AHEAD, &text));
+    assert!(!prefetch(&unlimited(), &text));
     let (folder, prefixes) = with_store(None, &[&text]);
-    assert!(prefetch(&prefixes, AHEAD, &[5; 50]));
+    assert!(prefetch(&prefixes, &[5; 50]));
     assert_eq!(read_ahead(&prefixes), [0, 0, 0]);
-    let error = prefixes.prefetch(&mut *AHEAD.make::<OnCpu>(), "", &text).unwrap_err();
+    let error = prefixes.prefetch(&mut *TextShape::PLAIN.make::<OnCpu>(), "", &text).unwrap_err();
     assert_eq!(error.status(), Status::InvalidArgument);
 
     // A file whose damage is only found on loading, and a folder that was removed.
@@ -525,19 +489,19 @@ fn failed_prefetches_are_counted() {
     let at = bytes.len() - 1000;
     bytes[at] ^= 1;
     std::fs::write(&file, &bytes).unwrap();
-    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert!(prefetch(&prefixes, &text));
     assert_eq!(read_ahead(&prefixes), [0, 0, 1]);
     std::fs::remove_dir_all(&texts).unwrap();
-    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert!(prefetch(&prefixes, &text));
     assert_eq!(read_ahead(&prefixes), [0, 0, 2]);
-    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 0);
+    assert_eq!(attach::<OnCpu>(&prefixes, TextShape::PLAIN, &text), 0);
 
     // A text that exceeds the memory limit can still be loaded from the store.
     let (_folder, small) = with_store(Some(100), &[&text]);
-    assert!(prefetch(&small, AHEAD, &text));
+    assert!(prefetch(&small, &text));
     assert_eq!(read_ahead(&small), [0, 0, 1]);
     assert_eq!((small.report().prefixes, small.report().bytes), (0, 0));
-    assert_eq!(attach::<OnCpu>(&small, AHEAD, &text), 90);
+    assert_eq!(attach::<OnCpu>(&small, TextShape::PLAIN, &text), 90);
     assert_eq!(small.report().tokens_in_store, 90);
 }
 
@@ -548,13 +512,13 @@ fn as_many_texts_wait_as_may() {
     let texts: Vec<Vec<i64>> = (0..60).map(|first| (first..first + 40).collect()).collect();
     let given: Vec<&[i64]> = texts.iter().map(Vec::as_slice).collect();
     let (_folder, prefixes) = with_store(None, &given);
-    let waited = texts.iter().filter(|text| prefetch(&prefixes, AHEAD, text)).count();
+    let waited = texts.iter().filter(|text| prefetch(&prefixes, text)).count();
     assert!(waited >= 16, "{waited}");
     assert_eq!(read_ahead(&prefixes)[0], waited as u64);
     assert_eq!(prefixes.report().prefixes, waited);
     prefixes.clear();
     for text in &texts {
-        prefetch(&prefixes, AHEAD, text);
+        prefetch(&prefixes, text);
     }
     drop(prefixes);
 }

@@ -6,10 +6,11 @@ use etkv_core::{CacheConfig, LayerPolicy, RecurrentLayer, Snapshot, Status};
 use etkv_file::{load, save};
 use etkv_tests::campaign::saving::driver::{forward, Shape};
 use etkv_tests::on_cpu::OnCpu;
+use etkv_tests::stores::{labels, MODEL};
 use etkv_tests::Rng;
 
 use crate::file::Parts;
-use crate::subject::{labels, AnyCache, MODEL};
+use crate::subject::AnyCache;
 
 fn shape() -> Shape {
     let recurrence = RecurrentLayer::Recurrence {

@@ -13,11 +13,13 @@ mod subject;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use etkv_core::{SaveCache, Status};
+use etkv_core::{Cache, Result, SaveCache, Status};
 use etkv_file::{load, load_sequence, save, save_sequence, PrefixStore};
+use etkv_tests::campaign::saving::written;
+use etkv_tests::stores::{labels, MODEL};
 use etkv_tests::{for_seeds, runs, Rng};
 use file::Parts;
-use subject::{exercise, labels, AnyCache, Subject, MODEL};
+use subject::{exercise, AnyCache, Subject};
 
 /// The number of damaged files of a seed. The Makefile divides `FILES` by this number.
 const FILES: usize = 20;
@@ -44,7 +46,7 @@ fn damaged_files_are_refused_or_harmless() {
         let form = rng.pick(&[Form::Whole, Form::Whole, Form::Sequence, Form::Store]);
         let folder = folder();
         let subject = Subject::new(rng, form != Form::Whole, form == Form::Store);
-        let (path, whole) = written(rng, &subject, form, folder.path());
+        let (path, whole) = saved(rng, &subject, form, folder.path());
         let parts = Parts::of(&whole);
         assert!(parts.to_bytes().len() == whole.len(), "a file put together again differs");
         for _ in 0..FILES {
@@ -73,7 +75,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Writes an undamaged file. Returns its path and its bytes.
-fn written(
+fn saved(
     rng: &mut Rng,
     subject: &Subject,
     form: Form,
@@ -126,11 +128,33 @@ fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u
     file
 }
 
-/// Loads a file into an empty cache, or into a cache with contents. If the file is refused, the contents must remain.
+/// Loads a file into an empty cache, or into a cache with contents.
 fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
-    let mut cache = if rng.chance(0.8) { subject.empty() } else { subject.filled(rng) };
-    let before = subject::contents(cache.saving().unwrap());
-    match load(&mut *cache, path, MODEL) {
+    let cache = if rng.chance(0.8) { subject.empty() } else { subject.filled(rng) };
+    load_with(rng, subject, path, cache, |cache| load(cache, path, MODEL))
+}
+
+/// Loads a file as an additional sequence of a cache.
+fn join(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
+    let cache = if rng.chance(0.5) { subject.empty() } else { subject.filled(rng) };
+    let target = 9 + rng.below(3) as i32;
+    load_with(rng, subject, path, cache, |cache| {
+        let tokens = load_sequence(cache, target, path, MODEL)?;
+        assert!(cache.sequences().unwrap().seq_len(target).unwrap() > 0);
+        Ok(tokens)
+    })
+}
+
+/// Loads a file with `load`. If the file is refused, the contents of the cache must remain.
+fn load_with(
+    rng: &mut Rng,
+    subject: &Subject,
+    path: &Path,
+    mut cache: AnyCache,
+    load: impl FnOnce(&mut dyn Cache) -> Result<Vec<i64>>,
+) -> bool {
+    let before = written(cache.saving().unwrap());
+    match load(&mut *cache) {
         Ok(_) => {
             use_and_save(rng, subject, cache, path);
             true
@@ -138,26 +162,7 @@ fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
         Err(error) => {
             // A file may have more token ids than the cache accepts.
             assert!(matches!(error.status(), Status::File | Status::Capacity), "{error}");
-            assert_eq!(subject::contents(cache.saving().unwrap()), before, "{error}");
-            false
-        }
-    }
-}
-
-/// Loads a file as an additional sequence of a cache.
-fn join(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
-    let mut cache = if rng.chance(0.5) { subject.empty() } else { subject.filled(rng) };
-    let target = 9 + rng.below(3) as i32;
-    let before = subject::contents(cache.saving().unwrap());
-    match load_sequence(&mut *cache, target, path, MODEL) {
-        Ok(_) => {
-            assert!(cache.sequences().unwrap().seq_len(target).unwrap() > 0);
-            use_and_save(rng, subject, cache, path);
-            true
-        }
-        Err(error) => {
-            assert!(matches!(error.status(), Status::File | Status::Capacity), "{error}");
-            assert_eq!(subject::contents(cache.saving().unwrap()), before, "{error}");
+            assert_eq!(written(cache.saving().unwrap()), before, "{error}");
             false
         }
     }
@@ -196,7 +201,7 @@ fn use_and_save(rng: &mut Rng, subject: &Subject, mut cache: AnyCache, path: &Pa
         save(&mut *cache, &again, labels(&[])).unwrap();
         let mut other = subject.empty();
         load(&mut *other, &again, MODEL).unwrap();
-        let rows = |face: &mut dyn SaveCache| subject::contents(face).1;
+        let rows = |face: &mut dyn SaveCache| written(face).1;
         assert!(rows(cache.saving().unwrap()) == rows(other.saving().unwrap()));
     }
 }

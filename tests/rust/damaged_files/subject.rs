@@ -3,21 +3,13 @@
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::snapshot::{Book, CellsState};
 use etkv_core::{
-    CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, RecurrentLayer, Result, SaveCache,
-    Status,
+    CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, RecurrentLayer, Result, Status,
 };
-use etkv_file::Labels;
 use etkv_tests::campaign::saving::driver::{self, Shape};
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::Rng;
 
 pub type AnyCache = driver::AnyCache<OnCpu>;
-
-pub const MODEL: &str = "a model";
-
-pub fn labels(tokens: &[i64]) -> Labels<'_> {
-    Labels { fingerprint: MODEL, tokens }
-}
 
 /// The config of the caches of a seed.
 pub struct Subject {
@@ -133,18 +125,6 @@ pub fn without_trees(cache: &AnyCache) -> Vec<i32> {
     let carries = |one| cache.trees().is_some_and(|trees| trees.tree_len(one).unwrap() > 0);
     let holds = |one| cache.sequences().is_none_or(|all| all.seq_len(one).unwrap() > 0);
     live(cache).into_iter().filter(|&one| !carries(one) && holds(one)).collect()
-}
-
-/// Returns the integers and rows that a face saves.
-pub fn contents(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
-    let snapshot = face.snapshot().unwrap();
-    let mut rows = Vec::new();
-    face.read_rows(&snapshot, &mut |_, bytes| {
-        rows.extend_from_slice(bytes);
-        Ok(())
-    })
-    .unwrap();
-    (format!("{snapshot:?}"), rows)
 }
 
 /// Runs `n` tokens at the end of a sequence.

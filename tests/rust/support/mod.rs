@@ -12,6 +12,7 @@ pub mod oracle;
 pub mod recurrence;
 pub mod shrink;
 pub mod slots;
+pub mod stores;
 pub mod texts;
 pub mod vec_store;
 

@@ -1,13 +1,10 @@
 //! Caches that read texts, whose keys and values are a function of the text.
 
-use etkv_core::{
-    AttendCache, CacheConfig, CellsCache, ContiguousCache, LayerPolicy, RecurrentLayer, Step,
-};
+use etkv_core::{CacheConfig, LayerPolicy, RecurrentLayer, Step};
 
 use crate::backend::Backend;
+use crate::campaign::saving::driver::{AnyCache, Shape};
 use crate::{oracle, recurrence, Rng};
-
-pub type TextCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
 
 const LAYERS: usize = 2;
 const HEADS: usize = 2;
@@ -26,7 +23,18 @@ pub struct TextShape {
 /// The number of positions at which caches of the third format are converted.
 pub const CONVERTED_AT: usize = 40;
 
+/// Returns a config of caches that read texts.
+pub fn config(capacity: i32) -> CacheConfig {
+    CacheConfig {
+        max_step_tokens: 8,
+        ..CacheConfig::uniform(LAYERS, HEADS as i32, DIM as i32, capacity)
+    }
+}
+
 impl TextShape {
+    /// A contiguous cache in 16 bits that keeps whole texts.
+    pub const PLAIN: Self = Self { kind: 0, windowed: false, format: 0 };
+
     pub fn of(seed: u64) -> Self {
         let seed = seed as usize;
         Self { kind: seed % 3, windowed: seed / 3 % 2 == 1, format: seed / 6 % 3 }
@@ -37,12 +45,8 @@ impl TextShape {
         self.windowed && self.format > 0
     }
 
-    pub fn make<B: Backend>(self) -> TextCache<B> {
-        let mut config = CacheConfig {
-            max_step_tokens: 8,
-            float_format: "f32".parse().unwrap(),
-            ..CacheConfig::uniform(LAYERS, HEADS as i32, DIM as i32, 200)
-        };
+    pub fn make<B: Backend>(self) -> AnyCache<B> {
+        let mut config = CacheConfig { float_format: "f32".parse().unwrap(), ..config(200) };
         if self.format > 0 {
             [config.k_format, config.v_format] = ["affine8g32".parse().unwrap(); 2];
         }
@@ -63,19 +67,26 @@ impl TextShape {
             ];
             config.anchors = 1;
         }
-        match self.kind {
-            0 if self.is_recurrent() => {
-                Box::new(CellsCache::<B::Store>::contiguous(config).unwrap())
-            }
-            0 => Box::new(ContiguousCache::<B::Store>::new(config).unwrap()),
-            1 => Box::new(CellsCache::<B::Store>::new(config).unwrap()),
-            _ => Box::new(CellsCache::<B::Store>::with_trees(config).unwrap()),
-        }
+        Shape { kind: self.kind, config }.make::<B>()
+    }
+
+    /// Returns a cache that has read a text.
+    pub fn with_text<B: Backend>(self, text: &[i64]) -> AnyCache<B> {
+        let mut cache = self.make::<B>();
+        read::<B>(&mut cache, text);
+        cache
+    }
+
+    /// Checks that a cache equals one that read the text itself.
+    #[track_caller]
+    pub fn check_read<B: Backend>(self, cache: &mut AnyCache<B>, text: &[i64]) {
+        let mut fresh = self.with_text::<B>(text);
+        assert_eq!(answer::<B>(cache, text), answer::<B>(&mut fresh, text), "{text:?}");
     }
 }
 
 /// Reads the tokens of a text after those in the cache.
-pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
+pub fn read<B: Backend>(cache: &mut AnyCache<B>, text: &[i64]) {
     loop {
         let start = cache.next_position().unwrap() as usize;
         if start < 64 {
@@ -92,7 +103,7 @@ pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
 }
 
 /// Returns the bits of the rows that the query of one more token sees.
-pub fn answer<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) -> Vec<u32> {
+pub fn answer<B: Backend>(cache: &mut AnyCache<B>, text: &[i64]) -> Vec<u32> {
     let mut longer = text.to_vec();
     longer.push(5);
     let at = text.len();
@@ -100,7 +111,7 @@ pub fn answer<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) -> Vec<u32> {
     step::<B>(cache, &longer, at, at + 1)
 }
 
-fn step<B: Backend>(cache: &mut TextCache<B>, text: &[i64], start: usize, end: usize) -> Vec<u32> {
+fn step<B: Backend>(cache: &mut AnyCache<B>, text: &[i64], start: usize, end: usize) -> Vec<u32> {
     let seed_of = |at: usize| {
         text[..=at].iter().fold(17u64, |hash, &token| {
             (hash ^ token as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)

@@ -1,13 +1,10 @@
 //! A cache uses exactly the memory that its config estimates.
 
-use etkv_core::{
-    AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, LayerConfig, LayerPolicy, Step,
-};
+use etkv_core::{AttendCache, CacheConfig, Growth, LayerConfig, LayerPolicy, Step};
 
 use super::ones;
+use super::saving::driver::Shape;
 use crate::backend::Backend;
-
-type AnyCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
 
 fn config(capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
     let layer = |(&policy, values_in_keys): (&LayerPolicy, bool)| LayerConfig {
@@ -56,12 +53,8 @@ pub fn memory_matches_estimates_at_every_length<B: Backend>() {
             growths.into_iter().flat_map(|growth| [(growth, None), (growth, Some(30))])
         {
             let config = CacheConfig { growth, quantized_kv_start, ..config(90, &policies) };
-            let caches: [AnyCache<B>; 3] = [
-                Box::new(ContiguousCache::new(config.clone()).unwrap()),
-                Box::new(CellsCache::new(config.clone()).unwrap()),
-                Box::new(CellsCache::with_trees(config.clone()).unwrap()),
-            ];
-            for mut cache in caches {
+            for kind in 0..3 {
+                let mut cache = Shape { kind, config: config.clone() }.make::<B>();
                 let kind = cache.kind().to_owned();
                 let estimate = |length| match kind.as_str() {
                     "contiguous" => config.estimate(length),

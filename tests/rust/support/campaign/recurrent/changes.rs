@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 
 use etkv_core::bookkeeping::BLOCK;
-use etkv_core::{Cache, CellsCache, SaveCache, Status};
+use etkv_core::{Cache, CellsCache, Result, SaveCache, Snapshot, Status};
 
 use super::text::{Text, Tree};
-use super::Run;
+use super::{any_kind, Run};
 use crate::backend::Backend;
+use crate::campaign::saving::written;
 use crate::recurrence::Kernels;
 
 impl<B: Backend, K: Kernels<B>> Run<B, K> {
@@ -144,8 +145,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             return;
         }
         if self.single() || self.rng.chance(0.5) {
-            let mut rows = Vec::new();
-            let snapshot = saved(&mut self.cache, &mut rows);
+            let (snapshot, rows) = written(self.cache.saving().unwrap());
             let config = self.cache.config().clone();
             let mut cache = match self.cache.kind() {
                 "contiguous" => CellsCache::contiguous(config),
@@ -169,23 +169,15 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         if !held.tokens.is_empty() || !held.tree.parents.is_empty() {
             return;
         }
-        let mut rows = Vec::new();
         let alone = self.texts.iter().all(|(&one, text)| {
             one == source || (text.tokens.is_empty() && text.tree.parents.is_empty())
         });
         let whole = alone && self.rng.chance(0.5);
-        let snapshot = if whole {
+        let (snapshot, rows) = if whole {
             // A file of a whole cache with one sequence.
-            saved(&mut self.cache, &mut rows)
+            written(self.cache.saving().unwrap())
         } else {
-            let mut one = self.cache.saving_sequence(source).unwrap();
-            let snapshot = one.snapshot().unwrap();
-            one.read_rows(&snapshot, &mut |_, bytes| {
-                rows.extend_from_slice(bytes);
-                Ok(())
-            })
-            .unwrap();
-            snapshot
+            written(&mut *self.cache.saving_sequence(source).unwrap())
         };
         let mut one = self.cache.saving_sequence(target).unwrap();
         match load(&mut *one, &snapshot, &rows) {
@@ -223,12 +215,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             at = self.reachable(0, at);
         }
         let must_reach = at > 0 && at == self.reachable(0, at);
-        let mut cache = match self.rng.below(3) {
-            0 => CellsCache::contiguous(config),
-            1 => CellsCache::new(config),
-            _ => CellsCache::with_trees(config),
-        }
-        .unwrap();
+        let mut cache = any_kind::<B>(&mut self.rng, config);
         match cache.sharing().unwrap().attach(&prefix, at) {
             Ok(()) => {
                 assert!(at > 0);
@@ -245,48 +232,14 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
     }
 }
 
-fn saved(cache: &mut dyn Cache, rows: &mut Vec<u8>) -> etkv_core::Snapshot {
-    let saving = cache.saving().unwrap();
-    let snapshot = saving.snapshot().unwrap();
-    saving
-        .read_rows(&snapshot, &mut |_, bytes| {
-            rows.extend_from_slice(bytes);
-            Ok(())
-        })
-        .unwrap();
-    snapshot
-}
-
-trait Load {
-    fn restore_from(
-        &mut self,
-        snapshot: &etkv_core::Snapshot,
-        rows: &[u8],
-    ) -> etkv_core::Result<()>;
-}
-
-impl<S: SaveCache + ?Sized> Load for S {
-    fn restore_from(
-        &mut self,
-        snapshot: &etkv_core::Snapshot,
-        rows: &[u8],
-    ) -> etkv_core::Result<()> {
-        let mut at = 0;
-        self.restore(snapshot, &mut |_, bytes| {
-            bytes.copy_from_slice(&rows[at..at + bytes.len()]);
-            at += bytes.len();
-            Ok(())
-        })
-    }
-}
-
-fn load(
-    cache: &mut (impl SaveCache + ?Sized),
-    snapshot: &etkv_core::Snapshot,
-    rows: &[u8],
-) -> etkv_core::Result<()> {
+fn load(cache: &mut dyn SaveCache, snapshot: &Snapshot, rows: &[u8]) -> Result<()> {
     let text = serde_json::to_string(snapshot).unwrap();
-    let read: etkv_core::Snapshot = serde_json::from_str(&text).unwrap();
+    let read: Snapshot = serde_json::from_str(&text).unwrap();
     assert_eq!(&read, snapshot);
-    cache.restore_from(&read, rows)
+    let mut at = 0;
+    cache.restore(&read, &mut |_, bytes| {
+        bytes.copy_from_slice(&rows[at..at + bytes.len()]);
+        at += bytes.len();
+        Ok(())
+    })
 }

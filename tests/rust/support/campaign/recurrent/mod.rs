@@ -44,6 +44,16 @@ struct Run<B: Backend, K> {
 
 const SEQUENCES: usize = 4;
 
+/// Returns an empty cache of a generated kind.
+fn any_kind<B: Backend>(rng: &mut Rng, config: CacheConfig) -> CellsCache<B::Store> {
+    let cache = match rng.below(3) {
+        0 => CellsCache::contiguous(config),
+        1 => CellsCache::new(config),
+        _ => CellsCache::with_trees(config),
+    };
+    cache.unwrap()
+}
+
 impl<B: Backend, K: Kernels<B>> Run<B, K> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
@@ -100,14 +110,9 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         };
         let slides = config.step_limit() < capacity;
         let exact = config.checkpoints == 256 && !slides;
-        let cache = match rng.below(3) {
-            0 => CellsCache::contiguous(config),
-            1 => CellsCache::new(config),
-            _ => CellsCache::with_trees(config),
-        };
         Self {
+            cache: any_kind::<B>(&mut rng, config),
             rng,
-            cache: cache.unwrap(),
             texts: BTreeMap::new(),
             fresh: 1,
             exact,

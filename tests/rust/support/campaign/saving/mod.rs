@@ -8,10 +8,11 @@ mod sequences;
 
 use std::path::PathBuf;
 
-use etkv_core::{CacheConfig, KvFormat, LayerPolicy, SaveCache, Status};
-use etkv_file::{load, save, Labels};
+use etkv_core::{CacheConfig, KvFormat, LayerPolicy, SaveCache, Snapshot, Status};
+use etkv_file::{load, save};
 
 use crate::backend::Backend;
+use crate::stores::{labels, MODEL};
 use crate::{for_seeds, Rng};
 pub use damage::damaged_files_are_refused_and_change_nothing;
 use driver::{operate, AnyCache, Shape};
@@ -19,8 +20,6 @@ pub use sequences::{
     a_sequence_goes_on_alike, a_sequence_joins_others_that_stay,
     a_sequence_that_does_not_fit_is_refused, a_sequence_that_is_not_finite_joins_no_others,
 };
-
-const MODEL: &str = "a model";
 
 /// A folder that is removed on drop, and a file in it.
 struct SaveFile {
@@ -36,8 +35,11 @@ impl SaveFile {
     }
 }
 
-/// Returns the integers and rows that a face saves.
-fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
+/// The integers and rows that a face saves.
+pub type Written = (Snapshot, Vec<u8>);
+
+/// Returns what a face saves.
+pub fn written(face: &mut dyn SaveCache) -> Written {
     let snapshot = face.snapshot().unwrap();
     let mut all = Vec::new();
     face.read_rows(&snapshot, &mut |_, bytes| {
@@ -45,17 +47,10 @@ fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
         Ok(())
     })
     .unwrap();
-    (format!("{snapshot:?}"), all)
-}
-
-fn labels(tokens: &[i64]) -> Labels<'_> {
-    Labels { fingerprint: MODEL, tokens }
+    (snapshot, all)
 }
 
 pub fn loaded_caches_continue_like_saved_ones<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     for_seeds(150, |seed| {
         B::run(|| {
@@ -123,9 +118,6 @@ fn filled<B: Backend>(config: CacheConfig, steps: usize) -> AnyCache<B> {
 }
 
 pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     let mut config = CacheConfig::uniform(2, 2, 64, 40).stored_as(KvFormat::RowInt4);
     config.max_step_tokens = 12;
@@ -188,9 +180,6 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
 
 /// Rows that are saved in one float format and loaded in another equal the rows of a conversion.
 pub fn float_formats_are_converted<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     B::run(|| {
         let floats = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];

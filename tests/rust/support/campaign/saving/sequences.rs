@@ -8,11 +8,12 @@ use etkv_core::{CacheConfig, KvFormat, LayerPolicy, Status};
 use etkv_file::{load, load_sequence, save, save_sequence};
 
 use super::driver::{forward, operate, AnyCache, Shape};
-use super::{labels, written, SaveFile, MODEL};
+use super::{written, SaveFile, Written};
 use crate::backend::Backend;
+use crate::stores::{labels, MODEL};
 use crate::{for_seeds, runs, Rng};
 
-fn of_sequence<B: Backend>(cache: &mut AnyCache<B>, sequence: i32) -> (String, Vec<u8>) {
+fn of_sequence<B: Backend>(cache: &mut AnyCache<B>, sequence: i32) -> Written {
     written(&mut *cache.saving_sequence(sequence).unwrap())
 }
 
@@ -30,9 +31,6 @@ fn fit(found: [KvFormat; 2], here: [KvFormat; 2]) -> bool {
 
 /// A sequence of one generated cache is added to another generated cache.
 pub fn a_sequence_joins_others_that_stay<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     let [joined, refused] = [AtomicUsize::new(0), AtomicUsize::new(0)];
     for_seeds(300, |seed| {
@@ -132,9 +130,6 @@ fn check_alike(found: &[u32], expected: &[u32], same_bits: bool) {
 /// Later results are equal in three caches: one has the sequence under another number, one has it alone, and one has
 /// loaded it from a cache that had no other. Rows of a window may be in another order, in which values are summed.
 pub fn a_sequence_goes_on_alike<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     let full = CacheConfig::uniform(2, 2, 64, 200);
     B::run(|| {
@@ -187,9 +182,6 @@ pub fn a_sequence_goes_on_alike<B: Backend>() {
 }
 
 pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     B::run(|| {
         let mut saved = Shape { kind: 2, config: windowed() }.make::<B>();
@@ -257,9 +249,6 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
 /// A contiguous cache may have such values, because no other sequence reads them. In shared cells, other sequences
 /// would read them.
 pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
-    if !B::SAVES {
-        return;
-    }
     let place = SaveFile::new();
     for in_keys in [false, true] {
         let mut config = CacheConfig::uniform(1, 1, 64, 40).stored_as(KvFormat::F32);
