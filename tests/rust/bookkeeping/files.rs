@@ -3,6 +3,8 @@
 use etkv_core::bookkeeping::{CellsBookkeeping, RecurrentWindow, Window, BLOCK};
 use etkv_core::{CacheConfig, LayerPolicy, Status};
 
+use super::step;
+
 const CAPACITY: i32 = 300;
 
 fn window(window: i32, sinks: i32) -> Window {
@@ -11,10 +13,13 @@ fn window(window: i32, sinks: i32) -> Window {
 }
 
 fn append(book: &mut CellsBookkeeping, sequence: i32, n: i32) {
-    let next = book.seq_next(sequence).unwrap();
-    book.begin_step(&vec![sequence; n as usize]).unwrap();
-    book.plan(&(next..next + n).collect::<Vec<_>>()).unwrap();
-    book.commit().unwrap();
+    step(book, &[sequence], n);
+}
+
+/// Returns a run for each position of some runs.
+fn each(runs: &[[i32; 3]]) -> impl Iterator<Item = [i32; 3]> + '_ {
+    runs.iter()
+        .flat_map(|&[position, cell, len]| (0..len).map(move |at| [position + at, cell + at, 1]))
 }
 
 /// Returns a sequence of 100 positions without positions 50 to 59, in layers of full history and of a window.
@@ -85,10 +90,7 @@ fn a_window_that_lacks_visible_positions_is_refused() {
     for positions in [0..1, 1..2, 71..72, 99..100] {
         let mut damaged = state.clone();
         let runs = &mut damaged.groups[1].sequences[0].runs;
-        let held = runs.iter().flat_map(|&[position, cell, len]| {
-            (0..len).map(move |at| [position + at, cell + at, 1])
-        });
-        *runs = held.filter(|[position, ..]| !positions.contains(position)).collect();
+        *runs = each(runs).filter(|[position, ..]| !positions.contains(position)).collect();
         let error = book.with_state(&damaged).unwrap_err();
         assert_eq!(error.status(), Status::File);
         assert!(error.message().contains("a window lacks positions of sequence 3"), "{error}");
@@ -143,10 +145,7 @@ fn an_anchor_whose_rows_are_missing_is_refused() {
     for lost in [1, 5, 70] {
         let mut damaged = state.clone();
         let runs = &mut damaged.recurrent.as_mut().unwrap().rows.sequences[0].runs;
-        let held = runs.iter().flat_map(|&[position, cell, len]| {
-            (0..len).map(move |at| [position + at, cell + at, 1])
-        });
-        *runs = held.skip(lost).collect();
+        *runs = each(runs).skip(lost).collect();
         let error = book.with_state(&damaged).unwrap_err();
         assert_eq!(error.status(), Status::File);
         assert!(error.message().contains("lacks rows or anchors"), "{error}");
@@ -172,10 +171,7 @@ fn rows_whose_anchors_are_missing_are_refused() {
     assert_eq!(n, 2 * BLOCK + 6);
     // Removes the anchor at 64.
     let runs = &mut damaged.recurrent.as_mut().unwrap().anchors.sequences[0].runs;
-    let held = runs
-        .iter()
-        .flat_map(|&[block, slot, len]| (0..len).map(move |at| [block + at, slot + at, 1]));
-    *runs = held.skip(1).collect();
+    *runs = each(runs).skip(1).collect();
     let error = book.with_state(&damaged).unwrap_err();
     assert!(error.message().contains("lacks rows or anchors"), "{error}");
 }

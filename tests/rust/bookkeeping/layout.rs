@@ -6,20 +6,7 @@ use etkv_core::bookkeeping::{
 };
 use etkv_core::Growth;
 
-/// Runs a step of `n` tokens for each of these sequences, one sequence after the other.
-fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, Vec<Move>) {
-    let each = |&sequence: &i32| vec![sequence; n as usize];
-    book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
-    let positions: Vec<i32> = sequences
-        .iter()
-        .flat_map(|&sequence| {
-            let next = book.seq_next(sequence).unwrap();
-            next..next + n
-        })
-        .collect();
-    let writes = book.plan(&positions).unwrap().iter().map(|plan| plan.write.clone()).collect();
-    (writes, book.commit().unwrap())
-}
+use super::step;
 
 /// Returns the cells of one sequence's next `n` tokens in the first layer group.
 fn cells(book: &mut CellsBookkeeping, sequence: i32, n: i32) -> Slots {

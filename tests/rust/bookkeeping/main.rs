@@ -11,7 +11,19 @@ mod regressions;
 mod steps;
 mod undo;
 
+use etkv_core::bookkeeping::{CellsBookkeeping, Move, Slots};
 use etkv_core::{Result, Status};
+
+/// Runs a step of the next `n` tokens of each of these sequences, one sequence after the other. Returns the cells of
+/// the tokens in each layer group, and the moves at the end of the step.
+fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, Vec<Move>) {
+    let each = |&sequence: &i32| vec![sequence; n as usize];
+    book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
+    let next = |&sequence: &i32| (book.seq_next(sequence).unwrap()..).take(n as usize);
+    let positions: Vec<i32> = sequences.iter().flat_map(next).collect();
+    let writes = book.plan(&positions).unwrap().iter().map(|plan| plan.write.clone()).collect();
+    (writes, book.commit().unwrap())
+}
 
 /// Returns the result. Returns `None` if the call was refused for one of the reasons of the model.
 #[track_caller]

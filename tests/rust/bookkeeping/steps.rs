@@ -3,18 +3,10 @@
 use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, Window};
 use etkv_core::Status;
 
+use super::step;
+
 fn run(start: i32, n: i32) -> Vec<i32> {
     (start..start + n).collect()
-}
-
-/// Runs a step of the next `n` tokens for each of these sequences.
-fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) {
-    let each = |&sequence: &i32| vec![sequence; n as usize];
-    book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
-    let next = |&sequence: &i32| run(book.seq_next(sequence).unwrap(), n);
-    let positions: Vec<i32> = sequences.iter().flat_map(next).collect();
-    book.plan(&positions).unwrap();
-    book.commit().unwrap();
 }
 
 #[test]
