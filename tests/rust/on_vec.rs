@@ -5,27 +5,25 @@ use etkv_core::{
     KvFormat, LayerPolicy, Session, SharedCache, Status, Step,
 };
 use etkv_tests::backend::Backend;
-use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
+use etkv_tests::vec_store::{append, fail_next, Failure, OnVec, VecStore};
 
 etkv_tests::campaign!(OnVec);
 
-fn rows(n: usize) -> Tensor {
-    OnVec::tensor(&vec![vec![vec![1.0; 4]]; n])
-}
-
-/// Runs a step of tokens that begin at position `start`.
-fn append(cache: &mut ContiguousCache<VecStore>, start: i32, n: i32) -> etkv_core::Result<()> {
-    let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
-    step.update_and_fetch(0, &rows(n as usize), &rows(n as usize))?;
-    step.commit(&[])
+/// Returns a cache with a window whose rows move.
+fn windowed(growth: Growth) -> ContiguousCache<VecStore> {
+    let mut config = CacheConfig {
+        max_step_tokens: 4,
+        growth,
+        ..CacheConfig::uniform(1, 1, 4, 100).stored_as(KvFormat::F32)
+    };
+    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
+    ContiguousCache::new(config).unwrap()
 }
 
 #[test]
 fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     for release in [false, true] {
-        let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 4, 100) };
-        config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
-        let mut cache = ContiguousCache::<VecStore>::new(config).unwrap();
+        let mut cache = windowed(Growth::default());
         fail_next(Failure::Relocate);
         let failed = (0..25).find_map(|step| append(&mut cache, step * 4, 4).err()).unwrap();
         assert!(failed.message().contains("as the test asked for"), "{failed}");
@@ -39,20 +37,9 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     }
 }
 
-/// Returns a cache that allocates upfront and has a window whose rows move.
-fn upfront() -> ContiguousCache<VecStore> {
-    let mut config = CacheConfig {
-        max_step_tokens: 4,
-        growth: Growth::Upfront,
-        ..CacheConfig::uniform(1, 1, 4, 100).stored_as(KvFormat::F32)
-    };
-    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
-    ContiguousCache::new(config).unwrap()
-}
-
 #[test]
 fn a_clear_that_fails_changes_nothing() {
-    let mut cache = upfront();
+    let mut cache = windowed(Growth::Upfront);
     append(&mut cache, 0, 4).unwrap();
     cache.convert(KvFormat::F16, KvFormat::F16).unwrap();
     fail_next(Failure::Grow);
@@ -65,7 +52,7 @@ fn a_clear_that_fails_changes_nothing() {
 
 #[test]
 fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
-    let mut cache = upfront();
+    let mut cache = windowed(Growth::Upfront);
     fail_next(Failure::Relocate);
     (0..25).find_map(|step| append(&mut cache, step * 4, 4).err()).unwrap();
     fail_next(Failure::Grow);
@@ -79,17 +66,11 @@ fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
 fn a_conversion_that_fails_is_tried_again() {
     let config = CacheConfig { quantized_kv_start: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
     let mut cache = ContiguousCache::<VecStore>::new(config.stored_as(KvFormat::RowInt4)).unwrap();
-    let mut append = |start, n: usize| {
-        let rows = OnVec::tensor(&vec![vec![vec![1.0; 8]]; n]);
-        let positions: Vec<i32> = (start..start + n as i32).collect();
-        let mut step = Step::begin(&mut cache, &positions).unwrap();
-        step.update_and_fetch(0, &rows, &rows).unwrap();
-        step.commit(&[]).unwrap();
-        cache.formats()
-    };
     fail_next(Failure::Convert);
-    assert_eq!(append(0, 8), [KvFormat::F16; 2]);
-    assert_eq!(append(8, 1), [KvFormat::RowInt4; 2]);
+    append(&mut cache, 0, 8).unwrap();
+    assert_eq!(cache.formats(), [KvFormat::F16; 2]);
+    append(&mut cache, 8, 1).unwrap();
+    assert_eq!(cache.formats(), [KvFormat::RowInt4; 2]);
 }
 
 #[test]
@@ -120,7 +101,8 @@ fn a_backend_registers_its_kinds() {
     let program = entry.cache.program::<VecStore>().unwrap();
     let mut cache = program.lock().unwrap();
     let mut step = Step::begin(&mut *cache, &[0, 1]).unwrap();
-    step.update_and_fetch(0, &rows(2), &rows(2)).unwrap();
+    let rows = OnVec::tensor(&vec![vec![vec![1.0; 4]]; 2]);
+    step.update_and_fetch(0, &rows, &rows).unwrap();
     step.commit(&[]).unwrap();
     // Both faces share one lock.
     assert_eq!(session.cache().lock().err().unwrap().status(), Status::Step);

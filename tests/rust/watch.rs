@@ -8,7 +8,7 @@ use etkv_core::{
     SharedCache, Step,
 };
 use etkv_tests::backend::Backend;
-use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
+use etkv_tests::vec_store::{append, fail_next, Failure, OnVec, Tensor, VecStore};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id};
 use tracing::{Event, Level, Subscriber};
@@ -69,18 +69,14 @@ fn rows(n: usize) -> Tensor {
     OnVec::tensor(&vec![vec![vec![1.0; 8]]; n])
 }
 
-fn append<C: AttendCache<Store = VecStore>>(
-    cache: &mut C,
-    start: i32,
-    n: i32,
-) -> etkv_core::Result<()> {
-    let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
-    step.update_and_fetch(0, &rows(n as usize), &rows(n as usize))?;
-    step.commit(&[])
-}
-
 fn contiguous(config: CacheConfig) -> ContiguousCache<VecStore> {
     ContiguousCache::new(config).unwrap()
+}
+
+fn windowed() -> ContiguousCache<VecStore> {
+    let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
+    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
+    contiguous(config)
 }
 
 #[test]
@@ -99,9 +95,7 @@ fn a_step_tells_its_tokens_mask_and_read() {
 
 #[test]
 fn the_mask_is_that_of_layer_groups_with_layers() {
-    let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
-    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
-    let mut cache = contiguous(config);
+    let mut cache = windowed();
     (0..5).for_each(|step| append(&mut cache, step * 4, 4).unwrap());
     let lines = recorded(|| append(&mut cache, 20, 4).unwrap());
     has(&lines, &["step:", "mask=explicit", "read=7"]);
@@ -187,9 +181,7 @@ fn conversions_and_their_failures_are_logged() {
 
 #[test]
 fn poisoned_caches_are_logged_and_reported() {
-    let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
-    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
-    let mut cache = contiguous(config);
+    let mut cache = windowed();
     assert_eq!(cache.report().poisoned, None);
     fail_next(Failure::Relocate);
     let lines = recorded(|| {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::{
-    AttendSpec, Error, Extent, KvFormat, Mask, Result, Spec, Status, Store, StoreLayer,
+    AttendCache, AttendSpec, Error, Extent, KvFormat, Mask, Result, Spec, Status, Step, Store,
+    StoreLayer,
 };
 
 use crate::backend::Backend;
@@ -367,6 +368,15 @@ impl Store for VecStore {
             buffer.rows = Tensor::zeros(heads, 0, dim);
         }
     }
+}
+
+/// Runs a step of `n` tokens that begin at position `start`, in the first layer of a cache of one head.
+pub fn append(cache: &mut dyn AttendCache<Store = VecStore>, start: i32, n: usize) -> Result<()> {
+    let dim = cache.config().layers[0].k_head_dim as usize;
+    let rows = OnVec::tensor(&vec![vec![vec![1.0; dim]]; n]);
+    let mut step = Step::begin(cache, &(start..).take(n).collect::<Vec<_>>())?;
+    step.update_and_fetch(0, &rows, &rows)?;
+    step.commit(&[])
 }
 
 /// The backend of plain vectors, which computes eagerly.
