@@ -183,7 +183,7 @@ def test_sinks_and_softcaps_reach_the_op(monkeypatch):
     """The overload is called if there are sinks or a softcap, and ExecuTorch's op otherwise."""
     called = []
     attention.register()
-    monkeypatch.setattr(attention._positions, "value", torch.arange(2))
+    monkeypatch.setattr(attention.recurrent._current, "position", torch.arange(2))
     module, query = types.SimpleNamespace(is_causal=True, etkv_cache=3), torch.zeros(1, 4, 2, 8)
 
     class Recorded(TorchDispatchMode):

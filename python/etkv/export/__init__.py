@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import (
-    attention,
-    causal,
-    companions,
-    hf_folder,
-    layers,
-    limits,
-    lowering,
-    manifest,
-    recurrent,
-    rope,
-    source,
-    staging,
-)
+from etkv.export import causal, companions, hf_folder, layers, limits, manifest, source, staging
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained, reason
 from etkv.export.request import ExportRequest
@@ -85,7 +72,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, latent, position_scale, sparsity, text_part
+    from etkv.export import attention, check, latent, lowering, position_scale, recurrent, rope, sparsity, text_part
     from etkv.export.packing import Packing, without_products
     from etkv.export.scratch import Scratch
 

@@ -6,18 +6,15 @@ window and the mask of each attention module. The second run is the trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from etkv._mlx_serialization import ensure_available
 from etkv.export import recurrent
 from etkv.recurrent_layer import RecurrentLayer
-
-if TYPE_CHECKING:
-    import torch
 
 NAME = "etkv_offgraph"
 """The name under which transformers finds this attention."""
@@ -125,14 +122,6 @@ class _Call:
 _survey: ContextVar[_Survey | None] = ContextVar("etkv.export.attention.survey", default=None)
 
 
-class _Positions:
-    value: torch.Tensor | None = None
-
-
-_positions = _Positions()
-"""The positions of a step's tokens, ``[T]``, while a model runs. Not every family passes them to its attention."""
-
-
 def register() -> None:
     """Register the attention :data:`NAME` with transformers. A graph has no masks, because the cache applies them."""
     ensure_available()
@@ -145,7 +134,7 @@ def register() -> None:
     import etkv.op  # noqa: F401
 
     # A step of an earlier export may have failed.
-    _positions.value = None
+    recurrent.end()
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
@@ -158,10 +147,9 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
     Stores in each attention module the id of its cache. Modules that share keys and values share a cache. Raises what
     the model raises, and :class:`ValueError` for attention that the op lacks.
     """
-    import torch
-
     found = _Survey(max_context)
-    with torch.no_grad(), _surveying(found), recurrent.surveying() as states:
+    token = _survey.set(found)
+    with torch.no_grad(), recurrent.surveying() as states:
         try:
             step(**inputs)
         except (AttributeError, TypeError) as error:
@@ -170,7 +158,7 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
             own = ValueError("it applies a mask by itself, so the KV cache op cannot replace its attention")
             raise own.with_traceback(error.__traceback__) from None
         finally:
-            _positions.value = None
+            _survey.reset(token)
             recurrent.end()
     if not found.modules and not states:
         raise ValueError("the KV cache op cannot replace its attention")
@@ -190,7 +178,6 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
 
 def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) -> Any:
     """Call ``model`` with ``arguments`` for tokens at ``cache_position``, ``[T]``, without a transformers cache."""
-    _positions.value = cache_position
     recurrent.begin(cache_position)
     made = model(
         **arguments,
@@ -200,23 +187,8 @@ def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) 
         use_cache=False,
         past_key_values=None,
     )
-    _positions.value = None
     recurrent.end()
     return made
-
-
-def is_in_step() -> bool:
-    """Return whether a model runs in :func:`run` with this attention instead of that of transformers."""
-    return _positions.value is not None and not recurrent.is_as_transformers()
-
-
-@contextmanager
-def _surveying(found: _Survey) -> Iterator[None]:
-    token = _survey.set(found)
-    try:
-        yield
-    finally:
-        _survey.reset(token)
 
 
 def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -> _CausalMask | None:
@@ -224,7 +196,6 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
     Raises :class:`ValueError` for masks other than a causal mask, a sliding window and chunks.
     """
-    import torch
     from transformers.masking_utils import causal_mask_function
 
     found = None if torch.compiler.is_compiling() else _survey.get()
@@ -250,7 +221,6 @@ def _window(mask_function: Any) -> int | None:
 
 def _chunk(mask_function: Any) -> int | None:
     """Return the chunk length of a mask function of transformers; None for other masks."""
-    import torch
     from transformers.masking_utils import chunked_overlay
 
     return _of_overlay(mask_function, chunked_overlay(1, torch.zeros(1)))
@@ -283,8 +253,6 @@ def _attend(
 
     Raises :class:`ValueError` for arguments that change the result and that the op lacks.
     """
-    import torch
-
     from etkv.export import latent, position_scale
 
     _check_arguments(module, arguments)
@@ -303,7 +271,7 @@ def _attend(
         width: Any = module.v_head_dim if is_latent else value.shape[-1]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
-    position, cache = _positions.value, getattr(module, "etkv_cache", None)
+    position, cache = recurrent.position(), getattr(module, "etkv_cache", None)
     if position is None or cache is None:
         raise ValueError("its attention runs outside of a step of the program")
     query = position_scale.scaled(module, query, position)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from etkv.export import recurrent
+
 _EXPANDS = "expand_kv"
 """The method of transformers' modules that expands latents."""
 
@@ -103,9 +105,7 @@ def _expands(module: Any, of_key: torch.Tensor, of_value: torch.Tensor, rotary: 
 
 def _expand(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the latent rows of ``[1, 1, T, rank]`` within a step. Outside of a step, expand the latents."""
-    from etkv.export import attention
-
-    if not attention.is_in_step():
+    if not recurrent.is_in_step():
         expanded: tuple[torch.Tensor, torch.Tensor] = module.etkv_expands(latent, rotary)
         return expanded
     return torch.cat((latent, rotary), dim=-1), latent

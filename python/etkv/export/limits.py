@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError
-from etkv.export import recurrent
-from etkv.export.attention import CacheLayout
 from etkv.export.request import (
     DEFAULT_MAX_CONTEXT,
     DEFAULT_PREFILL_CHUNK,
@@ -20,6 +18,8 @@ from etkv.export.request import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from etkv.export.attention import CacheLayout
 
 
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -79,6 +79,8 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 
 def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
     """Raise :class:`EtkvError` for a configuration with kinds of layers that no op of the backend supports."""
+    from etkv.export import recurrent
+
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     state = next((kind for kind in kinds if kind in recurrent.KINDS), None)
     other = next((kind for kind in kinds if kind not in (*_KINDS, *recurrent.KINDS, *_WITHOUT_CACHE)), None)
@@ -100,15 +102,13 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     if request.quantize is None:
         return None
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from etkv.export import experts, latent, packing, scaled_experts
+    from etkv.export import experts, latent, packing, recurrent, scaled_experts
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
     # The scale of a row is repeated over groups of a size that MLX supports.
     divisor = size or min(GROUP_SIZES)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+    skeleton: Any = recurrent.skeleton(config)
     scaled_experts.take(skeleton)
     expansions = latent.expansions(skeleton)
     for name, module in skeleton.named_modules():

@@ -8,10 +8,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from etkv.config import Dtype
 from etkv.errors import EtkvError
 from etkv.export import cpu, mlx
 from etkv.export.attention import CacheLayout
+from etkv.export.graphs import argument
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained
@@ -49,8 +52,6 @@ def constant_methods(
     ``get_tap_layers`` is present if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four
     methods, with a version.
     """
-    import torch
-
     of_exporter: dict[str, Any] = {
         "get_n_caches": len(layout.kv_heads),
         "get_kv_heads": torch.tensor(layout.kv_heads, dtype=torch.int32),
@@ -88,8 +89,6 @@ def constant_methods(
 
 def _in_keys(caches: list[bool]) -> dict[str, Any]:
     """Return the constant method that lists which caches keep their values in their keys; empty if none does."""
-    import torch
-
     fact = _once([int(in_keys) for in_keys in caches])
     if not any(caches):
         return {}
@@ -149,8 +148,6 @@ def lower(
 
 
 def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
-    import torch
-
     # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
     length = torch.export.Dim("tokens", min=1, max=chunk)
@@ -172,7 +169,6 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
 @contextlib.contextmanager
 def _without_copies() -> Iterator[None]:
     """Keep torch from copying the weights in a trace. It copies them in case the model changes them."""
-    import torch
     from torch._dynamo.variables import builder
 
     from etkv.export.scratch import SMALL
@@ -189,16 +185,13 @@ def _without_copies() -> Iterator[None]:
 
 def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:
     """Raise :class:`EtkvError` unless the graph calls the KV cache op with the layers and sizes of ``layout``."""
-    import torch
-
     packet = torch.ops.kvcache.update_and_attend
     attentions = (packet.default, packet.sinks)
     sizes: dict[int, set[tuple[int, int, int]]] = {}
     for node in traced.graph.nodes:
         if node.target in attentions:
-            _, key, value = (argument.meta["val"] for argument in node.args[:3])
-            layer = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
-            sizes.setdefault(layer, set()).add((key.shape[1], key.shape[3], value.shape[3]))
+            _, key, value = (given.meta["val"] for given in node.args[:3])
+            sizes.setdefault(argument(node, 4, "layer_id"), set()).add((key.shape[1], key.shape[3], value.shape[3]))
     _check_states(traced, layout, family)
     declared = dict(enumerate(zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)))
     if sizes != {layer: {size} for layer, size in declared.items()}:
@@ -210,17 +203,12 @@ def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
 
 def _check_states(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:
     """Raise :class:`EtkvError` unless the graph calls the ops of recurrent layers once for each layer, in order."""
-    import torch
-
     ops: Any = torch.ops.kvcache
     numbers = {}
     if layout.recurrent:
         numbers = {ops.update_and_convolve.default: 4, ops.update_and_scan.default: 6}
-    called = [
-        node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[numbers[node.target]]
-        for node in traced.graph.nodes
-        if node.target in numbers
-    ]
+    nodes = (node for node in traced.graph.nodes if node.target in numbers)
+    called = [argument(node, numbers[node.target], "layer_id") for node in nodes]
     if called != list(range(len(layout.recurrent))):
         raise EtkvError(
             f"model family {family!r} cannot be exported: in the trace, it calls its recurrent layers {called}, but in "

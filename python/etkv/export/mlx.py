@@ -11,12 +11,14 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from etkv import _library
 from etkv.errors import EtkvError
+from etkv.export.graphs import delegates, shape
 from etkv.export.request import ExportRequest
 
 if TYPE_CHECKING:
-    import torch
     from executorch.exir import EdgeProgramManager
     from torch.export import ExportedProgram
     from transformers import PreTrainedModel
@@ -82,11 +84,8 @@ def _has_own_nodes(program: ExportedProgram) -> bool:
 
 def _name_delegates(program: ExportedProgram) -> None:
     """Give the delegates of ``program`` the backend id of etkv."""
-    from executorch.exir.delegate import executorch_call_delegate
-
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is executorch_call_delegate:
-            getattr(program.graph_module, node.args[0].target)._backend_id = _library.OWN_BACKEND
+    for each in delegates(program):
+        each._backend_id = _library.OWN_BACKEND
 
 
 def check(graph: torch.fx.Graph, family: str) -> None:
@@ -102,10 +101,21 @@ def check(graph: torch.fx.Graph, family: str) -> None:
         raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, expected 1")
 
 
+def emit(builder: Any, node: torch.fx.Node, kind: Any, tensors: dict[str, Any], **fields: Any) -> Any:
+    """Emit a node of an MLX program in place of ``node``, and return the slot of its result.
+
+    ``kind`` is its class in ExecuTorch's schema. ``tensors`` are the slots of its inputs, or None.
+    """
+    made = builder.make_or_get_slot(node)
+    slots = {**tensors, "out": made}
+    tids = {name: None if slot is None else builder.slot_to_tid(slot) for name, slot in slots.items()}
+    builder.emit(kind(**tids, **fields))
+    return made
+
+
 @functools.cache
 def _register_ops() -> None:
     """Register conversions with ExecuTorch: from the exporter's ops, to nodes of MLX programs."""
-    import torch
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization.mlx_graph_schema import TakeAlongAxisNode, WhereNode
 
@@ -116,27 +126,17 @@ def _register_ops() -> None:
     def select_by_capacity(builder: Any, node: torch.fx.Node) -> Any:
         within, beyond, limit = builder.args(node)
         flag = builder.make_or_get_constant(by_capacity.FLAG.format(limit), torch.tensor(False))
-        made = builder.make_or_get_slot(node)
-        condition, x, y, out = (builder.slot_to_tid(slot) for slot in (flag, beyond, within, made))
-        builder.emit(WhereNode(condition=condition, x=x, y=y, out=out))
-        return made
+        return emit(builder, node, WhereNode, {"condition": flag, "x": beyond, "y": within})
 
     def gather(builder: Any, node: torch.fx.Node) -> Any:
         source, axis, index = builder.args(node)
-        shape, wanted = _shape(node, 0), _shape(node, 2)
-        axis %= len(shape)
+        had, wanted = list(shape(node, 0)), list(shape(node, 2))
+        axis %= len(had)
         # Indices with fewer rows than the source would require a slice of the source.
-        if [*map(str, shape[:axis]), *map(str, shape[axis + 1 :])] != [
-            *map(str, wanted[:axis]),
-            *map(str, wanted[axis + 1 :]),
-        ]:
-            raise ValueError(
-                f"cannot gather {list(wanted)} indices from {list(shape)} along axis {axis}: expected equal other axes"
-            )
-        made = builder.make_or_get_slot(node)
-        x, indices, out = (builder.slot_to_tid(slot) for slot in (source, index, made))
-        builder.emit(TakeAlongAxisNode(x=x, indices=indices, out=out, axis=axis))
-        return made
+        others, of_wanted = ([str(size) for size in (*of[:axis], *of[axis + 1 :])] for of in (had, wanted))
+        if others != of_wanted:
+            raise ValueError(f"cannot gather {wanted} indices from {had} along axis {axis}: expected equal other axes")
+        return emit(builder, node, TakeAlongAxisNode, {"x": source, "indices": index}, axis=axis)
 
     REGISTRY.register(target=[torch.ops.etkv.select_by_capacity.default])(select_by_capacity)
     REGISTRY.register(target=[torch.ops.aten.gather.default])(gather)
@@ -148,7 +148,6 @@ def _register_cache_ops() -> None:
 
     Raises :class:`EtkvError` if ExecuTorch's schema was loaded without the nodes of etkv.
     """
-    import torch
     from executorch.backends.mlx.builder.op_helpers import torch_dtype_to_scalar_type
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization import mlx_graph_schema
@@ -159,64 +158,52 @@ def _register_cache_ops() -> None:
     if not hasattr(mlx_graph_schema, "UpdateAndScanNode"):
         raise EtkvError("executorch.backends.mlx was imported before etkv.export; import etkv.export first")
 
-    def tids(builder: Any, names: tuple[str, ...], slots: tuple[Any, ...]) -> dict[str, Any]:
-        pairs = zip(names, slots, strict=True)
-        return {name: None if slot is None else builder.slot_to_tid(slot) for name, slot in pairs}
-
     def update_and_convolve(builder: Any, node: torch.fx.Node) -> Any:
         *tensors, layer, activation, dtype = builder.args(node)
-        channels, width = _shape(node, 1)
-        made = builder.make_or_get_slot(node)
-        builder.emit(
-            mlx_graph_schema.UpdateAndConvolveNode(
-                **tids(builder, ("x", "weight", "bias", "position", "out"), (*tensors, made)),
-                layer_id=layer,
-                activation=activation,
-                out_dtype=torch_dtype_to_scalar_type(dtype),
-                channels=channels,
-                width=width,
-            )
+        channels, width = shape(node, 1)
+        return emit(
+            builder,
+            node,
+            mlx_graph_schema.UpdateAndConvolveNode,
+            dict(zip(("x", "weight", "bias", "position"), tensors, strict=True)),
+            layer_id=layer,
+            activation=activation,
+            out_dtype=torch_dtype_to_scalar_type(dtype),
+            channels=channels,
+            width=width,
         )
-        return made
 
     def update_and_scan(builder: Any, node: torch.fx.Node) -> Any:
         *tensors, layer, scale, dtype = builder.args(node)
-        (_, k_heads, _, k_dim), (_, heads, _, v_dim) = _shape(node, 1), _shape(node, 2)
-        made = builder.make_or_get_slot(node)
-        builder.emit(
-            mlx_graph_schema.UpdateAndScanNode(
-                **tids(builder, ("q", "k", "v", "g", "beta", "position", "out"), (*tensors, made)),
-                layer_id=layer,
-                scale=float(scale),
-                out_dtype=torch_dtype_to_scalar_type(dtype),
-                k_heads=k_heads,
-                heads=heads,
-                k_dim=k_dim,
-                v_dim=v_dim,
-                channel_decay=len(_shape(node, 3)) == 4,
-            )
+        (_, k_heads, _, k_dim), (_, heads, _, v_dim) = shape(node, 1), shape(node, 2)
+        return emit(
+            builder,
+            node,
+            mlx_graph_schema.UpdateAndScanNode,
+            dict(zip(("q", "k", "v", "g", "beta", "position"), tensors, strict=True)),
+            layer_id=layer,
+            scale=float(scale),
+            out_dtype=torch_dtype_to_scalar_type(dtype),
+            k_heads=k_heads,
+            heads=heads,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            channel_decay=len(shape(node, 3)) == 4,
         )
-        return made
 
     def update_and_attend_sinks(builder: Any, node: torch.fx.Node) -> Any:
         *tensors, layer, scale, dtype, sinks, softcap = builder.args(node)
-        made = builder.make_or_get_slot(node)
-        builder.emit(
-            mlx_graph_schema.UpdateAndAttendSinksNode(
-                **tids(builder, ("q", "k", "v", "position", "sinks", "out"), (*tensors, sinks, made)),
-                layer_id=layer,
-                scale=float(scale),
-                softcap=float(softcap) or None,
-                out_dtype=torch_dtype_to_scalar_type(dtype),
-            )
+        return emit(
+            builder,
+            node,
+            mlx_graph_schema.UpdateAndAttendSinksNode,
+            dict(zip(("q", "k", "v", "position", "sinks"), (*tensors, sinks), strict=True)),
+            layer_id=layer,
+            scale=float(scale),
+            softcap=float(softcap) or None,
+            out_dtype=torch_dtype_to_scalar_type(dtype),
         )
-        return made
 
     REGISTRY.register(target=[torch.ops.kvcache.update_and_attend.sinks])(update_and_attend_sinks)
     REGISTRY.register(target=[torch.ops.kvcache.update_and_convolve.default])(update_and_convolve)
     REGISTRY.register(target=[torch.ops.kvcache.update_and_scan.default])(update_and_scan)
-
-
-def _shape(node: torch.fx.Node, argument: int) -> Any:
-    given: Any = node.args[argument]
-    return given.meta["val"].shape

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etkv.export import experts, mlx_quantization, parallel
+from etkv.export.mlx import emit
 from etkv.export.packing import PackedLayer
 from etkv.export.request import GROUP_SIZES
 from etkv.export.scratch import Scratch
@@ -42,9 +43,7 @@ def linear(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor 
     return made
 
 
-@linear.register_fake
-def _(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+linear.register_fake(lambda x, packed, *_: x.new_empty((*x.shape[:-1], packed.shape[0])))
 
 
 @torch.library.custom_op("etkv::packed_embedding", mutates_args=())
@@ -79,11 +78,7 @@ def gathered(
     return made
 
 
-@gathered.register_fake
-def _(
-    x: Tensor, packed: Tensor, scales: Tensor, biases: Tensor, experts: Tensor, is_sorted: Tensor, bits: int
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[1]))
+gathered.register_fake(lambda x, packed, *_: x.new_empty((*x.shape[:-1], packed.shape[1])))
 
 
 class _Layer(PackedLayer):
@@ -199,19 +194,16 @@ def register() -> None:
     def packed_linear(builder: Any, node: torch.fx.Node) -> Any:
         x, packed, scales, bits, *given = builder.args(node)
         biases = given[0] if given else biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A node.
-        made = builder.make_or_get_slot(node)
-        names = ("x", "w", "scales", "out", "biases")
-        tids = map(builder.slot_to_tid, (x, packed, scales, made, biases))
-        builder.emit(
-            QuantizedMatmulNode(
-                **dict(zip(names, tids, strict=True)),
-                group_size=_group_size(node.args[1], node.args[2], bits),
-                bits=bits,
-                mode="affine",
-                transpose=True,
-            )
+        return emit(
+            builder,
+            node,
+            QuantizedMatmulNode,
+            {"x": x, "w": packed, "scales": scales, "biases": biases},
+            group_size=_group_size(node.args[1], node.args[2], bits),
+            bits=bits,
+            mode="affine",
+            transpose=True,
         )
-        return made
 
     def packed_embedding(builder: Any, node: torch.fx.Node) -> Any:
         ids, packed, scales, bits, *given = builder.args(node)
@@ -234,22 +226,19 @@ def register() -> None:
     def packed_gathered(builder: Any, node: torch.fx.Node) -> Any:
         x, packed, scales, biases, experts, is_sorted, bits = builder.args(node)
         flag = _resolve_sorted_indices_flag(builder, is_sorted)
-        made = builder.make_or_get_slot(node)
-        names = ("x", "w", "scales", "out", "biases", "rhs_indices")
-        tids = map(builder.slot_to_tid, (x, packed, scales, made, biases, experts))
-        builder.emit(
-            GatherQmmNode(
-                **dict(zip(names, tids, strict=True)),
-                lhs_indices=None,
-                transpose=True,
-                group_size=_group_size(node.args[1], node.args[2], bits),
-                bits=bits,
-                mode="affine",
-                sorted_indices=False,
-                sorted_indices_flag=flag,
-            )
+        return emit(
+            builder,
+            node,
+            GatherQmmNode,
+            {"x": x, "w": packed, "scales": scales, "biases": biases, "rhs_indices": experts},
+            lhs_indices=None,
+            transpose=True,
+            group_size=_group_size(node.args[1], node.args[2], bits),
+            bits=bits,
+            mode="affine",
+            sorted_indices=False,
+            sorted_indices_flag=flag,
         )
-        return made
 
     ops: Any = torch.ops.etkv
     REGISTRY.register(target=[ops.packed_linear.default])(packed_linear)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from etkv.export.graphs import argument
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
@@ -27,8 +31,8 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
         "chunks": any(layout.chunks),
         # One head of a latent and a rotary part. The values are the latents.
         "latent attention": any(heads == 1 and values < keys for heads, keys, values in sizes),
-        "sinks": any(_argument(node, 7, "sinks") is not None for node in extended),
-        "softcap": any(_argument(node, 8, "softcap") for node in extended),
+        "sinks": any(argument(node, 7, "sinks") is not None for node in extended),
+        "softcap": any(argument(node, 8, "softcap") for node in extended),
         "layers that share keys and values": len(plain) + len(extended) > len(layout.windows),
         "sizes by layer": any(len(set(each)) > 1 for each in (layout.kv_heads, layout.head_dims, layout.v_head_dims)),
         "convolutions": "kvcache.update_and_convolve.default" in calls,
@@ -41,10 +45,6 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
     return [name for name, there in found.items() if there]
 
 
-def _argument(node: Any, index: int, name: str) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
 def _n_axes(node: Any) -> int:
     axes: int = node.meta["val"].dim()
     return axes
@@ -52,8 +52,6 @@ def _n_axes(node: Any) -> int:
 
 def _of_weights(traced: ExportedProgram) -> set[Any]:
     """Return the nodes with tensors that are computed from weights alone."""
-    import torch
-
     found: set[Any] = set()
     inputs = set(traced.graph_signature.user_inputs)
     for node in traced.graph.nodes:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
+from etkv.export import recurrent
+
 
 class ScaledAttention(Llama4TextAttention):  # type: ignore[misc] # transformers has no types.
     """An attention layer whose queries :mod:`etkv.export.attention` scales within a step of a program."""
@@ -22,9 +24,7 @@ class ScaledAttention(Llama4TextAttention):  # type: ignore[misc] # transformers
     @property
     def attn_temperature_tuning(self) -> bool:
         """Whether transformers scales the queries: outside of a step of a program."""
-        from etkv.export import attention
-
-        return not attention.is_in_step()
+        return not recurrent.is_in_step()
 
 
 def take(model: torch.nn.Module) -> None:

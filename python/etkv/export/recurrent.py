@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from etkv.recurrent_layer import RecurrentLayer
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 KINDS = ("linear_attention", "conv", "hybrid")
@@ -93,7 +94,6 @@ def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def skeleton(config: PreTrainedConfig) -> torch.nn.Module:
     """Return the model of ``config`` without weights."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -154,9 +154,9 @@ def as_transformers() -> Iterator[None]:
         _current.is_transformers = False
 
 
-def is_as_transformers() -> bool:
-    """Return whether the caller is within a block of :func:`as_transformers`."""
-    return _current.is_transformers
+def is_in_step() -> bool:
+    """Return whether a model runs in a step with the ops of the cache instead of transformers' functions."""
+    return _current.position is not None and not _current.is_transformers
 
 
 def begin(position: torch.Tensor) -> None:
@@ -169,6 +169,11 @@ def end() -> None:
     _current.position = None
 
 
+def position() -> torch.Tensor | None:
+    """Return the positions of the step's tokens, ``[T]``. Not every family passes them to its attention."""
+    return _current.position
+
+
 def _calls(cls: type[torch.nn.Module]) -> set[str]:
     """Return the names of the functions and methods that the code of ``forward`` of ``cls`` contains."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
@@ -176,8 +181,7 @@ def _calls(cls: type[torch.nn.Module]) -> set[str]:
 
 
 def _enter(module: torch.nn.Module, arguments: object) -> None:
-    is_in_step = not _current.is_transformers and _current.position is not None
-    _current.ids = module.etkv_recurrent if is_in_step else None  # type: ignore[assignment] # `take` has set it.
+    _current.ids = module.etkv_recurrent if is_in_step() else None  # type: ignore[assignment] # `take` has set it.
 
 
 def _leave(module: torch.nn.Module, arguments: object, output: object) -> None:
@@ -212,8 +216,6 @@ def _convolve(
     **others: Any,
 ) -> torch.Tensor:
     """Convolve ``[1, channels, T]`` with a weight ``[channels, W]``."""
-    import torch
-
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"its convolution has the activation {activation!r}, which the op lacks")
     if (survey := _found()) is not None:
@@ -245,8 +247,6 @@ def _delta_rule(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the gated delta rule of tensors ``[1, T, heads, ...]``."""
-    import torch
-
     if initial_state is not None or output_final_state:
         raise ValueError("its recurrence keeps a state in the graph")
     dtype = query.dtype
@@ -275,8 +275,6 @@ def _mamba2(
     **others: Any,
 ) -> torch.Tensor:
     """Compute the scan of Mamba-2 of ``hidden_states`` ``[1, T, heads, head_dim]``, plus ``D * hidden_states``."""
-    import torch
-
     if initial_states is not None or return_final_states or z is not None:
         raise ValueError("its recurrence keeps a state in the graph, or has a gate within")
     if dt_bias is not None:
@@ -294,8 +292,6 @@ def _lightning(
     module: Any, ids: _Ids, hidden_states: torch.Tensor, *arguments: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute lightning attention of ``[1, T, hidden]``: linear attention with a constant decay for each head."""
-    import torch
-
     heads, head_dim = module.num_attention_heads, module.head_dim
     tokens = hidden_states.shape[1]
     rows = module.act_fn(module.qkv_proj(hidden_states)).reshape(1, tokens, heads, 3 * head_dim)
@@ -317,8 +313,6 @@ def _scan(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Call the op with tensors ``[1, T, heads, ...]``, and return its outputs in the same layout."""
-    import torch
-
     if (survey := _found()) is not None:
         k_heads, k_dim = k.shape[2:]
         heads, v_dim = v.shape[2:]
@@ -349,8 +343,6 @@ def _position() -> torch.Tensor:
 
 def _found() -> _Survey | None:
     """Return the current survey, or None."""
-    import torch
-
     return None if torch.compiler.is_compiling() else _survey.get()
 
 

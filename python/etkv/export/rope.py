@@ -10,8 +10,9 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 _FIXED = "default"
@@ -41,8 +42,6 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
 
 def _takes_the_first(module: Any) -> bool:
     """Return whether ``module`` composes three equal sets of frequencies as :func:`_of_text` does."""
-    import torch
-
     n = getattr(getattr(module, "inv_freq", None), "shape", (0,))[-1]
     equal = torch.arange(float(n)).expand(3, 1, 1, n)
     # The method may modify its argument.
@@ -54,8 +53,6 @@ def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
 
     The three sets are for time, height and width. In a text, all three have the same position, so the first is used.
     """
-    import torch
-
     return torch.cat((frequencies[0], frequencies[0]), dim=-1)
 
 
@@ -93,8 +90,6 @@ def _scale(module: Any, parameters: dict[str, Any], limit: int | None) -> None:
     For a long text, transformers uses the factor for long texts, but the frequencies for short ones. The model was
     trained with the factor and the frequencies for long texts. Without a ``limit`` there are no long texts.
     """
-    import torch
-
     within, beyond = (torch.tensor([float(parameters[f"{text}_mscale"])]) for text in ("short", "long"))
     if limit is None or beyond.equal(within):
         module.register_buffer("etkv_scale", within, persistent=False)
@@ -105,8 +100,6 @@ def _scale(module: Any, parameters: dict[str, Any], limit: int | None) -> None:
 
 def _rotation(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines ``[1, T, head_dim]`` of positions ``[1, T]``."""
-    import torch
-
     angles = position_ids[..., None].float() * self.inv_freq.float()
     angles = torch.cat((angles, angles), dim=-1)
     scale = self.etkv_scale

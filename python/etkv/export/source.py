@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, first_line
-from etkv.export import attention, gguf, weights
+from etkv.export import gguf, weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -155,7 +155,7 @@ def read_model(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from etkv.export import experts, text_part
+    from etkv.export import attention, experts, text_part
     from etkv.export.gguf.weights import read_weights as read_gguf_weights
     from etkv.export.published.weight import State
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from etkv.export.graphs import argument
+
 if TYPE_CHECKING:
-    import torch
     from torch.export import ExportedProgram
 
 
@@ -16,21 +19,17 @@ def of(traced: ExportedProgram, n_caches: int) -> list[bool]:
     values are a slice of the keys that begins with the first element. Other values may be equal too, but that cannot be
     proved from the graph.
     """
-    import torch
-
     packet = torch.ops.kvcache.update_and_attend
     found: dict[int, bool] = {}
     for node in traced.graph.nodes:
         if node.target in (packet.default, packet.sinks):
-            cache = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
+            cache = argument(node, 4, "layer_id")
             found[cache] = found.get(cache, True) and _begins_with(node.args[1], node.args[2])
     return [found.get(cache, False) for cache in range(n_caches)]
 
 
 def _begins_with(key: torch.fx.Node, value: torch.fx.Node) -> bool:
     """Return whether ``key``, ``[1, heads, T, k]``, begins with ``value``, ``[1, heads, T, v]``, in each row."""
-    import torch
-
     aten: Any = torch.ops.aten
     if key.target is aten.cat.default:
         parts = key.args[0]

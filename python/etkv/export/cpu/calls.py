@@ -60,8 +60,8 @@ import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
-from executorch.exir.delegate import executorch_call_delegate
 
+from etkv.export.graphs import argument, delegates, shape
 from etkv.packed_weights import ROWS
 
 if TYPE_CHECKING:
@@ -94,10 +94,8 @@ def select_rows(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone()
 
 
-@select_rows.register_fake
-def _(hidden: torch.Tensor) -> torch.Tensor:
-    # At run time the result has one row or T rows. No later node depends on the number.
-    return torch.empty_like(hidden)
+# At run time the result has one row or T rows. No later node depends on the number.
+select_rows.register_fake(lambda hidden: torch.empty_like(hidden))
 
 
 def select_rows_before_head(model: PreTrainedModel) -> None:
@@ -128,8 +126,8 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
             arguments = call.args[: _WITH_INPUTS[payload["op"]]]
             if payload["op"] == _ATTEND_SINKS:
-                arguments = (*arguments, _argument(call, _SINKS, "sinks"))
-            payload["inputs"] = [None if argument is None else given.index(argument) for argument in arguments]
+                arguments = (*arguments, argument(call, _SINKS, "sinks"))
+            payload["inputs"] = [None if tensor is None else given.index(tensor) for tensor in arguments]
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
 
 
@@ -141,12 +139,15 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     calls = [(op, node) for node in nodes if (op := _op(node)) is not None]
     attends = [node for op, node in calls if op in (_ATTEND, _ATTEND_SINKS)]
-    selects = [node for node in nodes if _SELECT in str(node.target)]
     common = {
         "program": uuid.uuid5(uuid.NAMESPACE_OID, str(program.graph)).hex,
         "n_calls": len(calls),
-        "n_layers": len({_argument(node, 4, "layer_id") for node in attends}),
-        "logits": "last" if logits == "last" else "selected" if selects else "all",
+        "n_layers": len({argument(node, 4, "layer_id") for node in attends}),
+        "logits": "last"
+        if logits == "last"
+        else "selected"
+        if any(_SELECT in str(node.target) for node in nodes)
+        else "all",
     }
     if len(calls) > len(attends):
         common["n_recurrent"] = len(calls) - len(attends)
@@ -154,18 +155,10 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     for call, (op, node) in enumerate(calls):
         name = node.meta["delegation_tag"] = f"{op}_{call}"
         specs[name] = _spec({"op": op, **common, "call": call, **_CONSTANTS[op](node)})
-    for number, node in enumerate(selects):
-        name = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
-        specs[name] = _spec({"op": _SELECT})
-    for number, node in enumerate(node for node in nodes if _BY_CAPACITY in str(node.target)):
-        name = node.meta["delegation_tag"] = f"{_BY_CAPACITY}_{number}"
-        specs[name] = _spec({"op": _BY_CAPACITY, "limit": _argument(node, 2, "limit")})
-    for number, node in enumerate(node for node in nodes if f"etkv.{_EXPERTS}" in str(node.target)):
-        name = node.meta["delegation_tag"] = f"{_EXPERTS}_{number}"
-        specs[name] = _spec({"op": _EXPERTS, **_of_experts(node)})
-    for number, node in enumerate(node for node in nodes if f"etkv.{_EMBEDDING}." in str(node.target)):
-        name = node.meta["delegation_tag"] = f"{_EMBEDDING}_{number}"
-        specs[name] = _spec({"op": _EMBEDDING, **_of_embedding(node)})
+    for op, constants in _APART.items():
+        for number, node in enumerate(node for node in nodes if f"etkv.{op}." in str(node.target)):
+            name = node.meta["delegation_tag"] = f"{op}_{number}"
+            specs[name] = _spec({"op": op, **constants(node)})
     # Products with the same input are one call, which rounds the input once.
     together: dict[Any, str] = {}
     for node in (node for node in nodes if f"etkv.{_LINEAR}." in str(node.target)):
@@ -182,14 +175,9 @@ def number(program: ExportedProgram) -> None:
     that they replace.
     """
     call = 0
-    for node in program.graph.nodes:
-        if node.op != "call_function" or node.target is not executorch_call_delegate:
-            continue
-        delegate = getattr(program.graph_module, node.args[0].target)
-        if delegate.backend_id != EtkvForCPU.__name__:
-            continue
-        payload = json.loads(delegate.processed_bytes)
-        if payload["op"] in _TENSORS:
+    for delegate in delegates(program):
+        payload = json.loads(delegate.processed_bytes) if delegate.backend_id == EtkvForCPU.__name__ else {}
+        if payload.get("op") in _TENSORS:
             delegate._processed_bytes = json.dumps({**payload, "call": call}).encode()
             call += 1
 
@@ -203,35 +191,35 @@ def _op(node: torch.fx.Node) -> str | None:
 
 
 def _of_attention(node: torch.fx.Node) -> dict[str, Any]:
-    return {"layer": _argument(node, 4, "layer_id"), "scale": float(_argument(node, 5, "scale"))}
+    return {"layer": argument(node, 4, "layer_id"), "scale": float(argument(node, 5, "scale"))}
 
 
 def _of_attention_with_sinks(node: torch.fx.Node) -> dict[str, Any]:
-    return {**_of_attention(node), "softcap": float(_argument(node, 8, "softcap")) or None}
+    return {**_of_attention(node), "softcap": float(argument(node, 8, "softcap")) or None}
 
 
 def _of_convolution(node: torch.fx.Node) -> dict[str, Any]:
-    channels, width = _shape(node, 1)
-    activation = _argument(node, 5, "activation")
-    return {"layer": _argument(node, 4, "layer_id"), "activation": activation, "channels": channels, "width": width}
+    channels, width = shape(node, 1)
+    activation = argument(node, 5, "activation")
+    return {"layer": argument(node, 4, "layer_id"), "activation": activation, "channels": channels, "width": width}
 
 
 def _of_recurrence(node: torch.fx.Node) -> dict[str, Any]:
-    (_, k_heads, _, k_dim), (_, heads, _, v_dim) = _shape(node, 1), _shape(node, 2)
+    (_, k_heads, _, k_dim), (_, heads, _, v_dim) = shape(node, 1), shape(node, 2)
     return {
-        "layer": _argument(node, 6, "layer_id"),
-        "scale": float(_argument(node, 7, "scale")),
+        "layer": argument(node, 6, "layer_id"),
+        "scale": float(argument(node, 7, "scale")),
         "k_heads": k_heads,
         "heads": heads,
         "k_dim": k_dim,
         "v_dim": v_dim,
-        "channel_decay": len(_shape(node, 3)) == 4,
+        "channel_decay": len(shape(node, 3)) == 4,
     }
 
 
 def _of_linear(node: torch.fx.Node) -> dict[str, Any]:
     """Return the fields that the products of one call have in common."""
-    return {"columns": _shape(node, 0)[-1], "weights": node.args[3], "group_size": node.args[4]}
+    return {"columns": shape(node, 0)[-1], "weights": node.args[3], "group_size": node.args[4]}
 
 
 def _products(program: ExportedProgram) -> dict[str, Any]:
@@ -254,12 +242,12 @@ def _of_experts(node: torch.fx.Node) -> dict[str, Any]:
     if all(of_first == of_second for of_first, of_second in pairs):
         pairs = [of_first for of_first, _ in pairs]
     names = ("activation", "gated", "alpha", "limit", "offset")
-    fields = {name: _argument(node, at, name) for at, name in enumerate(names, start=first + 4)}
+    fields = {name: argument(node, at, name) for at, name in enumerate(names, start=first + 4)}
     # JSON has no infinity.
     fields["limit"] = fields["limit"] if math.isfinite(fields["limit"]) else None
-    n_experts, tiles = _shape(node, 3)[:2]
+    n_experts, tiles = shape(node, 3)[:2]
     hidden = tiles * ROWS // (2 if fields["gated"] else 1)
-    sizes = {"n_experts": n_experts, "hidden": _shape(node, 0)[1], "intermediate": hidden}
+    sizes = {"n_experts": n_experts, "hidden": shape(node, 0)[1], "intermediate": hidden}
     return {**sizes, "weights": pairs[0], "group_size": pairs[1], **fields}
 
 
@@ -271,14 +259,13 @@ _CONSTANTS = {
 }
 """The ops of a forward -> functions that return the fields that only this op has."""
 
-
-def _shape(node: torch.fx.Node, argument: int) -> Any:
-    given: Any = node.args[argument]
-    return given.meta["val"].shape
-
-
-def _argument(node: torch.fx.Node, index: int, name: str) -> Any:
-    return node.kwargs[name] if name in node.kwargs else node.args[index]
+_APART = {
+    _SELECT: lambda node: {},
+    _BY_CAPACITY: lambda node: {"limit": argument(node, 2, "limit")},
+    _EXPERTS: _of_experts,
+    _EMBEDDING: _of_embedding,
+}
+"""Other ops whose calls are separate delegates -> functions that return their fields."""
 
 
 def _spec(payload: dict[str, Any]) -> DelegationSpec:

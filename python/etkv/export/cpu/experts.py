@@ -6,6 +6,7 @@ between the products, the results of the module's own function are compared with
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -149,7 +150,8 @@ def pack_module(
         # Free the model's own weights before the next layer is packed.
         delattr(module, part)
         setattr(module, part, of_part)
-    module.etkv_activation = activation
+    formats = [value for part in packed for value in dataclasses.astuple(part.fmt)]
+    module.etkv_constants = (*formats, *dataclasses.astuple(activation))
     module.config._experts_implementation = NAME
 
 
@@ -239,7 +241,6 @@ def _candidates(gated: bool, numbers: list[float]) -> Iterator[Activation]:
 def _run(module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
     """Compute the experts of one layer: ``[T, hidden]``, from ``[T, k]`` experts and their weights."""
     first, second = (getattr(module, name) for name in experts.names(module))
-    between = module.etkv_activation
     made: torch.Tensor = routed_experts(
         hidden_states,
         chosen.to(torch.int64),
@@ -248,14 +249,6 @@ def _run(module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, routing
         second.packed,
         first.bias,
         second.bias,
-        first.fmt.name,
-        first.fmt.group_size,
-        second.fmt.name,
-        second.fmt.group_size,
-        between.name,
-        between.gated,
-        between.alpha,
-        between.limit,
-        between.offset,
+        *module.etkv_constants,
     )
     return made

@@ -16,7 +16,7 @@ from etkv.export.cpu import constants
 from etkv.export.graphs import call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.export import ExportedProgram
 
@@ -28,31 +28,9 @@ def apply(program: ExportedProgram) -> None:
     _drop_checks(program)
     if any("update_and_convolve" in str(node.target) for node in program.graph.nodes):
         constants.fold(program)
-    for node in _calls(program, _ATEN.softplus.default):
-        _softplus(program, node)
-    for node in _calls(program, _ATEN.sum.dim_IntList):
-        _sum(program, node)
-    for node in _calls(program, _ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default):
-        _parts(program, node)
-    for node in _calls(program, _ATEN.slice.Tensor, _ATEN.cat.default):
-        _whole(program, node)
-    for node in _calls(program, _ATEN.layer_norm.default, _ATEN.rms_norm.default):
-        _norm(program, node)
-    for node in _calls(program, _ATEN.gelu.default):
-        _gelu(program, node)
-    for node in _calls(program, _ATEN.pow.Tensor_Scalar):
-        _power(program, node)
-    for node in _calls(program, _ATEN.mean.dim):
-        _mean(program, node)
-    for node in _calls(program, _ATEN.cat.default):
-        _rotate_half(program, node)
-    for node in _calls(program, _ATEN.slice.Tensor):
-        _part_of_head(program, node)
-    for node in _calls(program, _ATEN.unsqueeze.default):
-        if _n_dynamic(node) <= 1:
-            node.target = _ATEN.view.default
-    for node in _calls(program, _ATEN.view.default, _ATEN.reshape.default):
-        _infer_length(node)
+    for rewrite, targets in _REWRITES:
+        for node in _calls(program, *targets):
+            rewrite(program, node)
     _share(program)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
@@ -142,9 +120,8 @@ def _gelu(program: ExportedProgram, node: torch.fx.Node) -> None:
     with program.graph.inserting_before(node):
         cube = call(program.graph, _ATEN.mul.Tensor, call(program.graph, _ATEN.mul.Tensor, source, source), source)
         inner = call(program.graph, _ATEN.add.Tensor, source, call(program.graph, _ATEN.mul.Tensor, cube, 0.044715))
-        bent = call(
-            program.graph, _ATEN.tanh.default, call(program.graph, _ATEN.mul.Tensor, inner, math.sqrt(2 / math.pi))
-        )
+        scaled = call(program.graph, _ATEN.mul.Tensor, inner, math.sqrt(2 / math.pi))
+        bent = call(program.graph, _ATEN.tanh.default, scaled)
         part = call(program.graph, _ATEN.add.Tensor, bent, 1.0)
         made = call(program.graph, _ATEN.mul.Tensor, call(program.graph, _ATEN.mul.Tensor, source, 0.5), part)
     _replace(program, node, made)
@@ -161,15 +138,6 @@ def _softplus(program: ExportedProgram, node: torch.fx.Node) -> None:
         rest = call(program.graph, _ATEN.log.default, call(program.graph, _ATEN.add.Tensor, small, 1.0))
         made = call(program.graph, _ATEN.add.Tensor, call(program.graph, _ATEN.relu.default, source), rest)
     _replace(program, node, made)
-
-
-def _sum(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a sum over the last axis with ``keepdim`` by a product with ones."""
-    width = _kept_axis(node)
-    if width is not None:
-        source: Any = node.args[0]
-        ones = torch.ones((1, width), dtype=source.meta["val"].dtype)
-        _linear(program, node, source, f"etkv_sum_of_{width}", ones)
 
 
 def _kept_axis(node: torch.fx.Node) -> int | None:
@@ -203,13 +171,14 @@ def _replace(program: ExportedProgram, node: torch.fx.Node, other: torch.fx.Node
     program.graph.erase_node(node)
 
 
-def _mean(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a mean over the last axis with ``keepdim`` by a product with equal weights."""
+def _reduction(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a sum or a mean over the last axis with ``keepdim`` by a product with equal weights."""
     width = _kept_axis(node)
     if width is not None:
         source: Any = node.args[0]
-        parts = torch.full((1, width), 1.0 / width, dtype=source.meta["val"].dtype)
-        _linear(program, node, source, f"etkv_mean_of_{width}", parts)
+        name, weight = ("mean", 1.0 / width) if node.target is _ATEN.mean.dim else ("sum", 1.0)
+        weights = torch.full((1, width), weight, dtype=source.meta["val"].dtype)
+        _linear(program, node, source, f"etkv_{name}_of_{width}", weights)
 
 
 def _rotate_half(program: ExportedProgram, node: torch.fx.Node) -> None:
@@ -275,15 +244,12 @@ def _linear(
     _replace(program, node, product)
 
 
-def _infer_length(node: torch.fx.Node) -> None:
-    """Let a view infer its dynamic length, if it has one."""
-    if _n_dynamic(node) <= 1:
-        sizes = node.meta["val"].shape
-        node.args = (node.args[0], [size if isinstance(size, int) else -1 for size in sizes])
-
-
-def _n_dynamic(node: torch.fx.Node) -> int:
-    return sum(not isinstance(size, int) for size in node.meta["val"].shape)
+def _infer_length(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Let a view infer its dynamic length, if it has at most one. A further axis of one element is a view too."""
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    if sizes.count(-1) <= 1:
+        node.target = _ATEN.view.default if node.target is _ATEN.unsqueeze.default else node.target
+        node.args = (node.args[0], sizes)
 
 
 def _share(program: ExportedProgram) -> None:
@@ -299,3 +265,19 @@ def _share(program: ExportedProgram) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             program.graph.erase_node(node)
+
+
+_REWRITES: tuple[tuple[Callable[[ExportedProgram, torch.fx.Node], None], tuple[Any, ...]], ...] = (
+    (_softplus, (_ATEN.softplus.default,)),
+    (_reduction, (_ATEN.sum.dim_IntList,)),
+    (_parts, (_ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default)),
+    (_whole, (_ATEN.slice.Tensor, _ATEN.cat.default)),
+    (_norm, (_ATEN.layer_norm.default, _ATEN.rms_norm.default)),
+    (_gelu, (_ATEN.gelu.default,)),
+    (_power, (_ATEN.pow.Tensor_Scalar,)),
+    (_reduction, (_ATEN.mean.dim,)),
+    (_rotate_half, (_ATEN.cat.default,)),
+    (_part_of_head, (_ATEN.slice.Tensor,)),
+    (_infer_length, (_ATEN.unsqueeze.default, _ATEN.view.default, _ATEN.reshape.default)),
+)
+"""Rewrites in their order, each with the operators that it replaces."""
