@@ -15,7 +15,6 @@ use etkv_cpu::{CpuStore, Tensor, View};
 
 struct Model {
     name: &'static str,
-    layers: usize,
     heads: i32,
     v_dim: i32,
     channel_decay: bool,
@@ -23,32 +22,13 @@ struct Model {
     delta: bool,
 }
 
+/// The recurrent layers of a model.
+const LAYERS: usize = 18;
 const K_DIM: i32 = 128;
 const MODELS: [Model; 3] = [
-    Model {
-        name: "Qwen3.5-0.8B",
-        layers: 18,
-        heads: 16,
-        v_dim: 128,
-        channel_decay: false,
-        delta: true,
-    },
-    Model {
-        name: "Mamba-2, 48 heads",
-        layers: 18,
-        heads: 48,
-        v_dim: 64,
-        channel_decay: false,
-        delta: false,
-    },
-    Model {
-        name: "a decay per channel",
-        layers: 18,
-        heads: 16,
-        v_dim: 128,
-        channel_decay: true,
-        delta: true,
-    },
+    Model { name: "Qwen3.5-0.8B", heads: 16, v_dim: 128, channel_decay: false, delta: true },
+    Model { name: "Mamba-2, 48 heads", heads: 48, v_dim: 64, channel_decay: false, delta: false },
+    Model { name: "a decay per channel", heads: 16, v_dim: 128, channel_decay: true, delta: true },
 ];
 /// The steps begin here, at a multiple of the block.
 const PROMPT: i32 = 512;
@@ -129,7 +109,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 fn measure(model: &Model) -> Result<()> {
     let config = CacheConfig {
         layers: Vec::new(),
-        recurrent_layers: vec![model.layer(); model.layers],
+        recurrent_layers: vec![model.layer(); LAYERS],
         ..CacheConfig::uniform(0, 1, 1, PROMPT + DECODED)
     };
     let mut cache = CellsCache::<CpuStore>::contiguous(config)?;
@@ -153,7 +133,7 @@ fn measure(model: &Model) -> Result<()> {
         };
         let (mut scans, mut reads) = (Vec::new(), Vec::new());
         cache.begin(&(position..position + n).collect::<Vec<_>>())?;
-        for layer in 0..model.layers {
+        for layer in 0..LAYERS {
             let update = &mut |spec: &RecurrentSpec<View>| {
                 // A read brings the bytes into the processor's caches, so a layer is either read or scanned first.
                 let is_read = (layer + position as usize).is_multiple_of(2);

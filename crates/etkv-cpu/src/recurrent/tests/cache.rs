@@ -65,6 +65,31 @@ pub fn by_token(tensor: &Tensor) -> Vec<Vec<f32>> {
     (0..n).map(|at| (0..heads).flat_map(|head| row(at, head).to_vec()).collect()).collect()
 }
 
+/// Returns the parents of `n` tokens that continue the text.
+pub fn in_a_row(n: usize) -> Vec<Option<usize>> {
+    (0..n).map(|token| token.checked_sub(1)).collect()
+}
+
+/// Returns parents of `n` tokens: one in `one_in` branches off from a token of the step, and as many from the end of
+/// the text.
+pub fn tree(n: usize, one_in: usize, random: &mut Random) -> Vec<Option<usize>> {
+    let parent = |token: usize| match random.below(one_in) {
+        0 => (token > 0).then(|| random.integer(0, token - 1)),
+        1 => None,
+        _ => token.checked_sub(1),
+    };
+    (0..n).map(parent).collect()
+}
+
+/// Returns the tokens from the end of the text to a token.
+pub fn path_to(token: usize, parents: &[Option<usize>]) -> Vec<usize> {
+    let mut path = vec![token];
+    while let Some(parent) = parents[path[0]] {
+        path.insert(0, parent);
+    }
+    path
+}
+
 #[derive(Clone)]
 pub struct Cache {
     rows: [Option<Buffer>; 2],

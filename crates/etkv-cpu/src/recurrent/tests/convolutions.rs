@@ -1,4 +1,4 @@
-use super::cache::{by_token, Cache};
+use super::cache::{by_token, in_a_row, path_to, tree, Cache};
 use super::reference::convolved;
 use crate::attention::synthetic::{Random, Threads};
 use crate::parallel::{Parallel, Serial};
@@ -64,8 +64,7 @@ impl Run<'_> {
     fn append(&mut self, n: usize, random: &mut Random) {
         let at = self.outs.len();
         let tokens: Vec<usize> = (at..at + n).collect();
-        let parents: Vec<Option<usize>> = (0..n).map(|t| t.checked_sub(1)).collect();
-        self.step(&tokens, &parents, n - 1, random);
+        self.step(&tokens, &in_a_row(n), n - 1, random);
     }
 }
 
@@ -146,20 +145,11 @@ fn trees_have_the_bits_of_their_paths() {
         if before > 0 {
             run.append(before, &mut random);
         }
-        let parents: Vec<Option<usize>> = (0..n)
-            .map(|t| match random.integer(0, 3) {
-                0 => (t > 0).then(|| random.integer(0, t - 1)),
-                1 => None,
-                _ => t.checked_sub(1),
-            })
-            .collect();
+        let parents = tree(n, 4, &mut random);
         let tokens: Vec<usize> = (before..before + n).collect();
         let outs = run.step(&tokens, &parents, n - 1, &mut random);
         for (node, out) in outs.iter().enumerate() {
-            let mut path = vec![before + node];
-            while let Some(parent) = parents[path[0] - before] {
-                path.insert(0, before + parent);
-            }
+            let path = path_to(node, &parents).into_iter().map(|t| before + t);
             let path: Vec<usize> = (0..before).chain(path).collect();
             let expected = convolved(&columns, &path, &weight, None, true);
             for (&x, y) in out.iter().zip(&expected[path.len() - 1]) {

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use super::cache::{by_token, Cache};
+use super::cache::{by_token, in_a_row, path_to, tree, Cache};
 use super::reference::Text;
 use crate::attention::synthetic::{Random, Threads};
 use crate::parallel::{Parallel, Serial};
@@ -98,8 +98,7 @@ impl<'a> Run<'a> {
     /// Appends the next `n` tokens of the text.
     fn append(&mut self, n: usize, random: &mut Random) {
         let tokens: Vec<usize> = (self.tokens.len()..self.tokens.len() + n).collect();
-        let parents: Vec<Option<usize>> = (0..n).map(|t| t.checked_sub(1)).collect();
-        self.step(&tokens, &parents, n - 1, random);
+        self.step(&tokens, &in_a_row(n), n - 1, random);
     }
 
     fn rewind(&mut self, n: usize) {
@@ -263,24 +262,14 @@ fn trees_have_the_bits_of_their_paths() {
             run.append(before, &mut random);
         }
         let n = [6, 30, 130][case % 3];
-        let mut parents: Vec<Option<usize>> = Vec::new();
-        for t in 0..n {
-            parents.push(match random.integer(0, 5) {
-                0 => (t > 0).then(|| random.integer(0, t - 1)),
-                1 => None,
-                _ => t.checked_sub(1),
-            });
-        }
+        let parents = tree(n, 6, &mut random);
         let tokens: Vec<usize> = (0..n).map(|t| before + t).collect();
         let keep = random.integer(0, n - 1);
         let start = run.cache.clone();
         let outs = run.step(&tokens, &parents, keep, &mut random);
         for _ in 0..6 {
             let node = random.integer(0, n - 1);
-            let mut path = vec![node];
-            while let Some(parent) = parents[path[0]] {
-                path.insert(0, parent);
-            }
+            let path = path_to(node, &parents);
             let mut alone = Run::new(&text, &Serial);
             alone.cache = start.clone();
             for &t in &path {
@@ -295,9 +284,8 @@ fn trees_have_the_bits_of_their_paths() {
         let path = run.tokens[before..].to_vec();
         path.iter().for_each(|&t| drop(alone.step(&[t], &[None], 0, &mut random)));
         let more: Vec<usize> = (0..100).collect();
-        let parents: Vec<Option<usize>> = (0..100usize).map(|t| t.checked_sub(1)).collect();
-        run.step(&more, &parents, 99, &mut random);
-        alone.step(&more, &parents, 99, &mut random);
+        run.step(&more, &in_a_row(100), 99, &mut random);
+        alone.step(&more, &in_a_row(100), 99, &mut random);
         assert!(run.cache.bits() == alone.cache.bits(), "case {case}");
     }
 }
