@@ -17,6 +17,7 @@ import read_models
 import test_gguf_architectures
 import test_published
 import tiny_gguf
+import tiny_models
 from etkv.export import ExportRequest, Progress, export_program
 from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
@@ -100,7 +101,7 @@ def test_integers_are_kept_where_kernels_take_them(tiny, tmp_path, kind, quantiz
 @pytest.mark.parametrize(
     ("kind", "quantize", "name"),
     [
-        *((kind, "4w", None) for kind in ("Q4_0", "Q4_1")),
+        *((kind, "4w", None) for kind in ("Q4_0", "Q4_1", "MXFP4")),
         *((kind, "8w", None) for kind in ("Q4_0", "Q5_0", "Q5_1", "Q8_0")),
         ("Q4_0", "8da4w", "int4_float16"),
         ("Q4_1", "8da4w", "int4_float16_biased"),
@@ -148,15 +149,15 @@ def test_experts_of_a_folder_are_kept(tiny, tmp_path, kind, quantize, chosen):
             assert torch.equal(values, meant[name]) == (chosen == ".experts." or "down_proj" in name)
 
 
-@pytest.mark.parametrize(("quantize", "is_kept"), [("8w", True), ("4w", False), ("8da4w", True), ("8da8w", True)])
-def test_experts_in_mxfp4_are_kept(tmp_path, quantize, is_kept):
-    """On MLX they need 8 bits: a 4-bit float is half of an integer from -12 to 12."""
+@pytest.mark.parametrize("quantize", ["8w", "4w", "8da4w", "8da8w"])
+def test_experts_in_mxfp4_are_kept(tmp_path, quantize):
+    """In 8 bits as integers: a 4-bit float is half of an integer from -12 to 12."""
     quantized, _ = test_published.gpt_oss(tmp_path)
     found, meant = packed_weights(quantized, tmp_path / "made", quantize), read_models.plain(quantized).state_dict()
-    assert (found.kept, found.repacked) == ((2, 0) if is_kept else (0, 2))
+    assert (found.kept, found.repacked) == (2, 0)
     assert len(found.experts) == 2
     for name, values in found.experts.items():
-        assert torch.equal(values, meant[name]) == is_kept, name
+        assert torch.equal(values, meant[name]), name
 
 
 def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
@@ -180,6 +181,7 @@ def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "quantize"),
     [
+        ("gpt-oss", "MXFP4", "4w"),
         ("gpt-oss", "MXFP4", "8w"),
         ("gpt-oss", "Q4_0", "4w"),
         ("llama4", "Q4_0", "4w"),
@@ -219,10 +221,19 @@ class Noted(Progress):
         self.notes.append(text)
 
 
-def test_a_program_has_biases(tiny, tmp_path):
-    """The export's check compares the program, which has integers, scales and biases of AWQ, with the model."""
-    quantized, _ = written(tiny("tiny-llama"), tmp_path, "awq", "self_attn")
+@pytest.mark.parametrize(
+    ("kind", "n"), [("integers, scales and biases", 8), ("floats of a GGUF file", 15), ("floats of experts", 2)]
+)
+def test_a_program_has_the_weights_of_a_file(tiny, tmp_path, kind, n):
+    """The export's check compares the program with the model."""
+    if kind == "floats of a GGUF file":
+        model = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="MXFP4")
+    elif kind == "floats of experts":
+        model, _ = test_published.gpt_oss(tmp_path)
+        tiny_models.tokenizer().save_pretrained(model)
+    else:
+        model, _ = written(tiny("tiny-llama"), tmp_path, "awq", "self_attn")
     noted = Noted()
-    export_program(ExportRequest(quantized, tmp_path / "out" / "model.pte", quantize="4w", verify=True), noted)
-    assert any("8 matrices keep the integers" in line for line in noted.notes)
+    export_program(ExportRequest(model, tmp_path / "out" / "model.pte", quantize="4w", verify=True), noted)
+    assert any(f"{n} matrices keep the integers" in line for line in noted.notes)
     assert json.loads((tmp_path / "out" / "export.json").read_text())["checked"]

@@ -25,15 +25,17 @@ class Weights(torch.nn.Module):
     weight: torch.Tensor
     packed: torch.Tensor
     scales: torch.Tensor
-    biases: torch.Tensor
+    biases: torch.Tensor | None
 
-    def __init__(self, shape: torch.Size, bits: int, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, bits: int, tensors: dict[str, torch.Tensor | None]
+    ) -> None:
         """``tensors`` are ``weight``, or ``packed``, ``scales`` and ``biases`` in ``bits`` bits.
 
-        ``shape`` is ``[experts, out, in]``.
+        ``shape`` is ``[experts, out, in]``, and ``dtype`` that of the model.
         """
         super().__init__()
-        self.shape, self.bits = shape, bits
+        self.shape, self.dtype, self.bits = shape, dtype, bits
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
@@ -43,7 +45,7 @@ class Weights(torch.nn.Module):
             plain: torch.Tensor = self.weight.transpose(-1, -2)
             return plain
         own = mlx_quantization.shifts(self.scales, self.biases, self.bits)
-        return mlx_quantization.dequantize(self.packed, self.scales, self.bits, self.scales.dtype, own)
+        return mlx_quantization.dequantize(self.packed, self.scales, self.bits, self.dtype, own)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, is_sorted: torch.Tensor) -> torch.Tensor:
         """Multiply each row of ``x``, ``[rows, 1, in]``, by the weights of its expert: ``[rows, 1, out]``."""
@@ -118,27 +120,29 @@ def pack(
 ) -> None:
     """Pack the weights of a module of experts in ``bits`` bits, and let it compute with the functions of this file.
 
-    ``pack_rows`` returns packed integers, scales and biases for a name and the rows of all experts.
+    ``pack_rows`` returns packed weights, scales and biases for a name and the rows of all experts.
     """
 
-    def packed(name: str, weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
-        integers, scales, biases = pack_rows(name, weights.flatten(0, 1))
-        if biases is None:
+    def packed(name: str, weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor | None]]:
+        codes, scales, biases = pack_rows(name, weights.flatten(0, 1))
+        if biases is None and not mlx_quantization.has_floats(scales):
             # In MLX, a weight is an unsigned integer times its scale, plus a bias.
             biases = keep(mlx_quantization.biases_of(scales, bits))
-        parts = {"packed": integers, "scales": scales, "biases": biases}
-        return bits, {part: tensor.unflatten(0, weights.shape[:2]) for part, tensor in parts.items()}
+        parts = {"packed": codes, "scales": scales, "biases": biases}
+        return bits, {
+            part: None if tensor is None else tensor.unflatten(0, weights.shape[:2]) for part, tensor in parts.items()
+        }
 
     _replace(module, packed)
 
 
-def _replace(module: Any, made: Callable[[str, torch.Tensor], tuple[int, dict[str, torch.Tensor]]]) -> None:
+def _replace(module: Any, made: Callable[[str, torch.Tensor], tuple[int, dict[str, torch.Tensor | None]]]) -> None:
     module.config._experts_implementation = NAME
     for name in names(module):
         weights = getattr(module, name).detach()
         delattr(module, name)
         weights = weights.transpose(-1, -2) if module.is_transposed else weights
-        setattr(module, name, Weights(weights.shape, *made(name, weights)))
+        setattr(module, name, Weights(weights.shape, weights.dtype, *made(name, weights)))
         del weights
 
 

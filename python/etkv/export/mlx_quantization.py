@@ -1,5 +1,11 @@
 """Quantizes weights for MLX: integers of 4 or 8 bits in groups of a row that share a scale.
 
+Files in MXFP4 keep their floats of 4 bits, which MLX calls ``mxfp4``: codes of 4 bits, and for each 32 of them the
+exponent of a power of two in uint8.
+
+Files in MXFP4 keep their floats of 4 bits: codes of 4 bits with scales in uint8, each of which is a power of two for 32
+elements. MLX calls this mode ``mxfp4``.
+
 A scale minimizes the squares of its group's errors. Scales and integers are computed alternately. Groups do not depend
 on each other, so a matrix is quantized in parts that fit a core's cache, on all cores.
 """
@@ -11,13 +17,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from etkv import packed_weights
 from etkv.export import parallel
+from etkv.export.published.packing import FP4, power_scales
 
 if TYPE_CHECKING:
     from etkv.export.published.weight import Groups
 
 _PART = 1 << 17
 """Number of weights in a part. With its intermediate values, a part fits a core's cache."""
+
+_MXFP4_GROUP = 32
+"""Number of floats that share a power of two."""
 
 _TURNS = 20
 """Maximum number of iterations."""
@@ -59,7 +70,7 @@ def dequantize(
     """Return the weights of packed integers in ``dtype``.
 
     Without ``biases``, integers and scales are those of :func:`quantize`. With ``biases``, a weight is its scale times
-    its unsigned integer, plus the bias of its group.
+    its unsigned integer, plus the bias of its group. With ``scales`` in uint8, a weight is a float of MXFP4.
     """
     parts = _dequantized(packed, scales, bits, dtype, biases)
     # Interleave the even and the odd columns.
@@ -83,19 +94,27 @@ def _dequantized(
 ) -> torch.Tensor:
     """Return weights ``[.., rows, parts, columns / parts]``. For 4 bits, the parts are the even and the odd columns."""
     codes = packed.view(torch.uint8).unsqueeze(-2)
+    are_floats = has_floats(scales)
     if bits == 4:
         parts = torch.empty((*codes.shape[:-2], 2, codes.shape[-1]), dtype=dtype)
-        parts[..., :1, :] = codes & 15
-        parts[..., 1:, :] = codes >> 4
+        for half, of_half in ((slice(0, 1), codes & 15), (slice(1, 2), codes >> 4)):
+            parts[..., half, :] = packed_weights.looked_up(FP4.to(dtype), of_half) if are_floats else of_half
     else:
         parts = codes.to(dtype)
     groups = parts.unflatten(-1, (scales.shape[-1], -1))
     of_groups = scales.unsqueeze(-1).unsqueeze(-3)
-    if biases is None:
+    if are_floats:
+        groups.mul_(power_scales(of_groups))
+    elif biases is None:
         groups.sub_(1 << (bits - 1)).mul_(of_groups)
     else:
         groups.mul_(of_groups).add_(biases.unsqueeze(-1).unsqueeze(-3))
     return parts
+
+
+def has_floats(scales: torch.Tensor) -> bool:
+    """Return whether ``scales`` are those of weights in MXFP4."""
+    return scales.dtype == torch.uint8
 
 
 def biases_of(scales: torch.Tensor, bits: int) -> torch.Tensor:
@@ -103,11 +122,11 @@ def biases_of(scales: torch.Tensor, bits: int) -> torch.Tensor:
     return scales * -(1 << (bits - 1))
 
 
-def shifts(scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor | None:
+def shifts(scales: torch.Tensor, biases: torch.Tensor | None, bits: int) -> torch.Tensor | None:
     """Return ``biases`` for :func:`dequantize`, or None if they equal :func:`biases_of`. With None one rounding is
     saved.
     """
-    return None if torch.equal(biases, biases_of(scales, bits)) else biases
+    return None if biases is None or torch.equal(biases, biases_of(scales, bits)) else biases
 
 
 def keep(
@@ -115,8 +134,8 @@ def keep(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """Return the packed integers, scales and biases of ``groups`` for :func:`dequantize`.
 
-    Return None if integers exceed ``bits`` bits, if groups are not contiguous columns, or if scales or biases are not
-    finite in ``dtype``. Biases are None if weights are scales times signed integers.
+    Return None if integers exceed ``bits`` bits and are not those of MXFP4, if groups are not contiguous columns, or if
+    scales or biases are not finite in ``dtype``. Biases are None if weights are scales times signed integers.
     """
     if groups.order is not None:
         return None
@@ -127,13 +146,28 @@ def keep(
     if signed is not None:
         return _pack(signed.short(), bits), scales, None
     if int(groups.codes.max()) >= 1 << bits:
-        return None
+        floats = _floats(groups, dtype) if bits == 4 else None
+        return None if floats is None else (*floats, None)
     unsigned = groups.codes.short() - (1 << (bits - 1))
     biases = groups.biases if groups.zeros is None else -groups.zeros * groups.scales
     if biases is None:
         return _pack(unsigned, bits), scales, None
     biases = biases.to(dtype)
     return (_pack(unsigned, bits), scales, biases) if bool(torch.isfinite(biases).all()) else None
+
+
+def _floats(groups: Groups, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the packed floats and the exponents of ``groups`` of MXFP4; None if they have others."""
+    doubles, size = groups.signed(8), groups.codes.shape[1] // groups.scales.shape[1]
+    if doubles is None or size != _MXFP4_GROUP:
+        return None
+    found = packed_weights.floats_of(doubles, size, groups.scales)
+    powers = 2 * groups.scales
+    exponents = powers.to(torch.float8_e8m0fnu)
+    is_finite = float(powers.max()) * float(FP4.max()) <= torch.finfo(dtype).max
+    if found is None or not is_finite or not torch.equal(exponents.float(), powers):
+        return None
+    return _packed_codes(found[0], 4), exponents.view(torch.uint8)
 
 
 def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +196,10 @@ def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    codes = (integers + (1 << (bits - 1))).to(torch.uint8)
+    return _packed_codes((integers + (1 << (bits - 1))).to(torch.uint8), bits)
+
+
+def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 4:
         low, high = codes.unflatten(1, (-1, 2)).unbind(2)
         codes = low | high << 4

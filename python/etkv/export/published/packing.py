@@ -6,6 +6,9 @@ import torch
 
 from etkv.packed_weights import DOUBLED, looked_up
 
+FP4 = torch.tensor([sign * (double / 2) for sign in (1, -1) for double in DOUBLED])
+"""The values of E2M1, 4-bit floats, in float32."""
+
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return ``count`` unsigned numbers of ``bits`` bits, in uint8, from each row of int32 ``words`` [rows, n].
@@ -34,8 +37,7 @@ def words_of(count: int, bits: int) -> int:
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """Return the two floats in each byte of ``packed`` [.., n], the lower half first: float32 [.., 2 * n]."""
-    table = torch.tensor([sign * (double / 2) for sign in (1, -1) for double in DOUBLED])
-    return looked_up(table, torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2))
+    return looked_up(FP4, torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2))
 
 
 def power_scales(exponents: torch.Tensor) -> torch.Tensor:
