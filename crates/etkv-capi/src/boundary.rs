@@ -4,21 +4,44 @@
 use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use etkv_core::{fail, Result};
+use etkv_core::{fail, Error, Result};
 use tracing::debug;
 
 use super::error::{etkv_error, OK};
 use super::fork;
 pub(crate) use super::lifetimes::{free, lasting, panic_error, TARGET};
 
+/// Exports functions to C. Each gets a last parameter, `error: *mut *mut etkv_error`, returns a status, and runs in a
+/// [`boundary`]. The calls of this macro have parentheses, because rustfmt does not format functions in braces.
+macro_rules! c_functions {
+    ($(
+        $(#[$doc:meta])*
+        unsafe fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block
+    )*) => {$(
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// Pointers are NULL or as the header says.
+        #[no_mangle]
+        pub unsafe extern "C" fn $name(
+            $($argument: $type,)*
+            error: *mut *mut $crate::error::etkv_error,
+        ) -> i32 {
+            // SAFETY: the caller keeps the contract above.
+            unsafe { $crate::boundary::boundary(error, || -> $result { $body }) }
+        }
+    )*};
+}
+pub(crate) use c_functions;
+
 /// Runs the body of a C function. Converts an error or a panic to a status, and stores an error object if the
 /// caller passed a pointer for it.
 ///
 /// # Safety
 /// `error` is NULL or points to writable memory for one pointer.
-pub(crate) unsafe fn boundary(
+pub(crate) unsafe fn boundary<E: Into<Error>>(
     error: *mut *mut etkv_error,
-    body: impl FnOnce() -> Result<()>,
+    body: impl FnOnce() -> Result<(), E>,
 ) -> i32 {
     if fork::happened() {
         if !error.is_null() {
@@ -27,20 +50,17 @@ pub(crate) unsafe fn boundary(
         }
         return fork::STATUS as i32;
     }
-    let result =
-        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
-    match result {
-        Ok(()) => OK,
-        Err(failure) => {
-            debug!(target: TARGET, status = ?failure.status(), error = %failure, "a call fails");
-            let status = failure.status() as i32;
-            if !error.is_null() {
-                // SAFETY: the caller keeps the contract above.
-                unsafe { error.write(etkv_error::give(&failure)) };
-            }
-            status
-        }
+    let failure = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return OK,
+        Ok(Err(failure)) => failure.into(),
+        Err(panic) => panic_error(&*panic),
+    };
+    debug!(target: TARGET, status = ?failure.status(), error = %failure, "a call fails");
+    if !error.is_null() {
+        // SAFETY: the caller keeps the contract above.
+        unsafe { error.write(etkv_error::give(&failure)) };
     }
+    failure.status() as i32
 }
 
 /// Runs the body of a C function that returns a value. Returns `otherwise` if the handle is not
@@ -122,6 +142,21 @@ pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
         fail!(InvalidArgument, "{name} is NULL");
     }
     Ok(pointer)
+}
+
+/// Stores a value in an out-parameter, which is checked before the value is made.
+///
+/// # Safety
+/// `pointer` is NULL or points to writable memory for a value.
+pub(crate) unsafe fn put<T>(
+    pointer: *mut T,
+    name: &str,
+    make: impl FnOnce() -> Result<T>,
+) -> Result<()> {
+    let target = out(pointer, name)?;
+    // SAFETY: the caller keeps the contract above.
+    unsafe { target.write(make()?) };
+    Ok(())
 }
 
 /// Copies the caller's struct. The caller may be compiled with a newer version of the struct.

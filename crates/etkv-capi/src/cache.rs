@@ -3,12 +3,11 @@
 use std::ffi::c_char;
 use std::ptr::{null, null_mut};
 
-use etkv_core::{fail, Cache, Result, SharedCache};
+use etkv_core::{fail, Result, SharedCache};
 
 use super::backends;
-use super::boundary::{boundary, free, lasting, out, text, value};
+use super::boundary::{c_functions, free, lasting, out, put, text, value};
 use super::config::{etkv_cache_config, given_format, read_config};
-use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::memory::{etkv_memory, fill_memory};
 
@@ -22,30 +21,125 @@ impl Object for etkv_cache {
     const NAME: &'static str = "etkv_cache";
 }
 
-/// Makes a cache that is not in the registry.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_new(
-    backend_id: *const c_char,
-    kind: *const c_char,
-    config: *const etkv_cache_config,
-    cache: *mut *mut etkv_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(cache, "cache")?;
+c_functions!(
+    /// Makes a cache that is not in the registry.
+    unsafe fn etkv_cache_new(
+        backend_id: *const c_char,
+        kind: *const c_char,
+        config: *const etkv_cache_config,
+        cache: *mut *mut etkv_cache,
+    ) -> Result<()> {
+        put(cache, "cache", || {
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
             let cache = backends::builders().build(backend_id, kind, read_config(config)?)?;
-            target.write(handle::give(etkv_cache { cache }));
-            Ok(())
+            Ok(handle::give(etkv_cache { cache }))
         })
     }
-}
+
+    /// Stores whether `n` more positions fit.
+    unsafe fn etkv_cache_can_extend(
+        cache: *const etkv_cache,
+        n: i32,
+        fits: *mut bool,
+    ) -> Result<()> {
+        put(fits, "fits", || {
+            let cache = handle::look_up(cache, "cache")?;
+            if n < 0 {
+                fail!(InvalidArgument, "n is {n}, the minimum is 0");
+            }
+            let cache = cache.cache.lock()?;
+            Ok(cache.can_extend(n))
+        })
+    }
+
+    /// Stores the number of positions that the cache holds.
+    unsafe fn etkv_cache_length(cache: *const etkv_cache, length: *mut i32) -> Result<()> {
+        put(length, "length", || Ok(handle::look_up(cache, "cache")?.cache.lock()?.length()))
+    }
+
+    /// Stores the names of the formats that keys and values have now.
+    unsafe fn etkv_cache_formats(
+        cache: *const etkv_cache,
+        k_format: *mut *const c_char,
+        v_format: *mut *const c_char,
+    ) -> Result<()> {
+        let (k, v) = (out(k_format, "k_format")?, out(v_format, "v_format")?);
+        let found = handle::look_up(cache, "cache")?.cache.lock()?.formats();
+        k.write(lasting(&found[0].to_string()));
+        v.write(lasting(&found[1].to_string()));
+        Ok(())
+    }
+
+    /// Converts all rows to other formats.
+    unsafe fn etkv_cache_convert(
+        cache: *mut etkv_cache,
+        k_format: *const c_char,
+        v_format: *const c_char,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        let mut cache = cache.cache.lock()?;
+        cache.convert(given_format(k_format, "k_format")?, given_format(v_format, "v_format")?)
+    }
+
+    /// Removes every position.
+    unsafe fn etkv_cache_clear(cache: *mut etkv_cache, release: bool) -> Result<()> {
+        handle::look_up(cache, "cache")?.cache.lock()?.clear(release)
+    }
+
+    /// Removes the positions at or after `length`.
+    unsafe fn etkv_cache_rewind(cache: *mut etkv_cache, length: i32) -> Result<()> {
+        handle::look_up(cache, "cache")?.cache.lock()?.rewind(length)
+    }
+
+    /// Stores the smallest length such that the cache can be rewound to it and to every greater length.
+    unsafe fn etkv_cache_rewindable_to(cache: *const etkv_cache, length: *mut i32) -> Result<()> {
+        put(length, "length", || handle::look_up(cache, "cache")?.cache.lock()?.rewindable_to())
+    }
+
+    /// Stores the greatest length, at most `position`, to which the cache can be rewound.
+    unsafe fn etkv_cache_reachable(
+        cache: *const etkv_cache,
+        position: i32,
+        reachable: *mut i32,
+    ) -> Result<()> {
+        put(reachable, "reachable", || {
+            handle::look_up(cache, "cache")?.cache.lock()?.reachable(position)
+        })
+    }
+
+    /// Makes a checkpoint, and stores its position.
+    unsafe fn etkv_cache_mark(
+        cache: *mut etkv_cache,
+        position: i32,
+        marked: *mut i32,
+    ) -> Result<()> {
+        put(marked, "marked", || handle::look_up(cache, "cache")?.cache.lock()?.mark(position))
+    }
+
+    /// Marks where the prompt of a turn will end.
+    unsafe fn etkv_cache_mark_turn(cache: *mut etkv_cache, end: i32) -> Result<()> {
+        handle::look_up(cache, "cache")?.cache.lock()?.mark_turn(end)
+    }
+
+    /// Rewinds to the greatest length that can be reached, and stores it.
+    unsafe fn etkv_cache_rewind_to_reachable(
+        cache: *mut etkv_cache,
+        length: i32,
+        reached: *mut i32,
+    ) -> Result<()> {
+        put(reached, "reached", || {
+            handle::look_up(cache, "cache")?.cache.lock()?.rewind_to_reachable(length)
+        })
+    }
+
+    /// Fills `memory`.
+    unsafe fn etkv_cache_memory(cache: *const etkv_cache, memory: *mut etkv_memory) -> Result<()> {
+        let memory = out(memory, "memory")?;
+        let cache = handle::look_up(cache, "cache")?;
+        fill_memory(memory, || Ok(cache.cache.lock()?.memory()))
+    }
+);
 
 /// Returns another handle on the same cache. Returns NULL if `cache` is no live handle.
 #[no_mangle]
@@ -62,49 +156,10 @@ pub extern "C" fn etkv_cache_free(cache: *mut etkv_cache) {
     free(cache);
 }
 
-/// Stores whether `n` more positions fit.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_can_extend(
-    cache: *const etkv_cache,
-    n: i32,
-    fits: *mut bool,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let fits = out(fits, "fits")?;
-            let cache = handle::look_up(cache, "cache")?;
-            if n < 0 {
-                fail!(InvalidArgument, "n is {n}, the minimum is 0");
-            }
-            fits.write(cache.cache.lock()?.can_extend(n));
-            Ok(())
-        })
-    }
-}
-
 /// Returns the maximum number of positions. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_capacity(cache: *const etkv_cache) -> i32 {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.capacity()))
-}
-
-/// Stores the number of positions that the cache holds.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_length(
-    cache: *const etkv_cache,
-    length: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
 }
 
 /// Returns the number of attention layers. Returns 0 if `cache` is no live handle.
@@ -129,218 +184,4 @@ pub extern "C" fn etkv_cache_max_step_tokens(cache: *const etkv_cache) -> i32 {
 #[no_mangle]
 pub extern "C" fn etkv_cache_kind(cache: *const etkv_cache) -> *const c_char {
     value(null(), || Ok(lasting(handle::look_up(cache, "cache")?.cache.kind())))
-}
-
-/// Stores the names of the formats that keys and values have now.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_formats(
-    cache: *const etkv_cache,
-    k_format: *mut *const c_char,
-    v_format: *mut *const c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let (k, v) = (out(k_format, "k_format")?, out(v_format, "v_format")?);
-            let found = handle::look_up(cache, "cache")?.cache.lock()?.formats();
-            k.write(lasting(&found[0].to_string()));
-            v.write(lasting(&found[1].to_string()));
-            Ok(())
-        })
-    }
-}
-
-/// Converts all rows to other formats.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_convert(
-    cache: *mut etkv_cache,
-    k_format: *const c_char,
-    v_format: *const c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        change(cache, error, |cache| {
-            let k_format = given_format(k_format, "k_format")?;
-            cache.convert(k_format, given_format(v_format, "v_format")?)
-        })
-    }
-}
-
-/// Removes every position.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_clear(
-    cache: *mut etkv_cache,
-    release: bool,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.clear(release)) }
-}
-
-/// Removes the positions at or after `length`.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_rewind(
-    cache: *mut etkv_cache,
-    length: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.rewind(length)) }
-}
-
-/// Stores the smallest length such that the cache can be rewound to it and to every greater length.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_rewindable_to(
-    cache: *const etkv_cache,
-    length: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, length, "length", error, |cache| cache.rewindable_to()) }
-}
-
-/// Stores the greatest length, at most `position`, to which the cache can be rewound.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_reachable(
-    cache: *const etkv_cache,
-    position: i32,
-    reachable: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, reachable, "reachable", error, |cache| cache.reachable(position)) }
-}
-
-/// Makes a checkpoint, and stores its position.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_mark(
-    cache: *mut etkv_cache,
-    position: i32,
-    marked: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let marked = out(marked, "marked")?;
-            let cache = handle::look_up(cache, "cache")?;
-            marked.write(cache.cache.lock()?.mark(position)?);
-            Ok(())
-        })
-    }
-}
-
-/// Marks where the prompt of a turn will end.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_mark_turn(
-    cache: *mut etkv_cache,
-    end: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { boundary(error, || handle::look_up(cache, "cache")?.cache.lock()?.mark_turn(end)) }
-}
-
-/// Rewinds to the greatest length that can be reached, and stores it.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_rewind_to_reachable(
-    cache: *mut etkv_cache,
-    length: i32,
-    reached: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let reached = out(reached, "reached")?;
-            let cache = handle::look_up(cache, "cache")?;
-            reached.write(cache.cache.lock()?.rewind_to_reachable(length)?);
-            Ok(())
-        })
-    }
-}
-
-/// Fills `memory`.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_memory(
-    cache: *const etkv_cache,
-    memory: *mut etkv_memory,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let memory = out(memory, "memory")?;
-            let cache = handle::look_up(cache, "cache")?;
-            fill_memory(memory, || Ok(cache.cache.lock()?.memory()))
-        })
-    }
-}
-
-/// # Safety
-/// Pointers are NULL or as the header says.
-unsafe fn read<T>(
-    cache: *const etkv_cache,
-    value: *mut T,
-    name: &str,
-    error: *mut *mut etkv_error,
-    ask: impl FnOnce(&dyn Cache) -> Result<T>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let value = out(value, name)?;
-            value.write(ask(&*handle::look_up(cache, "cache")?.cache.lock()?)?);
-            Ok(())
-        })
-    }
-}
-
-/// # Safety
-/// `error` is NULL or as the header says.
-unsafe fn change(
-    cache: *const etkv_cache,
-    error: *mut *mut etkv_error,
-    act: impl FnOnce(&mut dyn Cache) -> Result<()>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            let mut cache = cache.cache.lock()?;
-            act(&mut *cache)
-        })
-    }
 }

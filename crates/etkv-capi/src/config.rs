@@ -6,8 +6,7 @@ use etkv_core::{
     fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Memory, RecurrentLayer, Result,
 };
 
-use super::boundary::{boundary, out, read_grown, text};
-use super::error::etkv_error;
+use super::boundary::{c_functions, out, put, read_grown, text};
 use super::memory::{etkv_memory, fill_memory};
 
 /// What one attention layer stores; see the header.
@@ -68,61 +67,41 @@ const WITHOUT_RECURRENT_LAYERS: usize = std::mem::offset_of!(etkv_cache_config, 
 /// The `checkpoints` of a config without checkpoints.
 const NO_CHECKPOINTS: i32 = -1;
 
-/// Stores the bytes of one row of a format.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_format_row_bytes(
-    format: *const c_char,
-    head_dim: i32,
-    bytes: *mut u64,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let bytes = out(bytes, "bytes")?;
+c_functions!(
+    /// Stores the bytes of one row of a format.
+    unsafe fn etkv_format_row_bytes(
+        format: *const c_char,
+        head_dim: i32,
+        bytes: *mut u64,
+    ) -> Result<()> {
+        put(bytes, "bytes", || {
             let format: KvFormat = text(format, "format")?.parse()?;
             if head_dim < 1 {
                 fail!(InvalidArgument, "head_dim is {head_dim}, the minimum is 1");
             }
             format.check(head_dim)?;
-            bytes.write(format.row_bytes(head_dim as usize) as u64);
-            Ok(())
+            Ok(format.row_bytes(head_dim as usize) as u64)
         })
     }
-}
 
-/// Fills `memory` with the bytes that a contiguous cache would hold.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_config_estimate(
-    config: *const etkv_cache_config,
-    length: i32,
-    memory: *mut etkv_memory,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { estimate(config, length, memory, error, CacheConfig::estimate) }
-}
+    /// Fills `memory` with the bytes that a contiguous cache would hold.
+    unsafe fn etkv_cache_config_estimate(
+        config: *const etkv_cache_config,
+        length: i32,
+        memory: *mut etkv_memory,
+    ) -> Result<()> {
+        estimate(config, length, memory, CacheConfig::estimate)
+    }
 
-/// Fills `memory` with the bytes that a cache of several sequences would hold.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_config_estimate_shared(
-    config: *const etkv_cache_config,
-    length: i32,
-    memory: *mut etkv_memory,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { estimate(config, length, memory, error, CacheConfig::estimate_shared) }
-}
+    /// Fills `memory` with the bytes that a cache of several sequences would hold.
+    unsafe fn etkv_cache_config_estimate_shared(
+        config: *const etkv_cache_config,
+        length: i32,
+        memory: *mut etkv_memory,
+    ) -> Result<()> {
+        estimate(config, length, memory, CacheConfig::estimate_shared)
+    }
+);
 
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -130,24 +109,21 @@ unsafe fn estimate(
     config: *const etkv_cache_config,
     length: i32,
     memory: *mut etkv_memory,
-    error: *mut *mut etkv_error,
     at: fn(&CacheConfig, i32) -> Memory,
-) -> i32 {
+) -> Result<()> {
     // SAFETY: the caller keeps the contract above.
     unsafe {
-        boundary(error, || {
-            let memory = out(memory, "memory")?;
-            let config = read_config(config)?;
-            config.validate()?;
-            if !(0..=config.capacity).contains(&length) {
-                fail!(
-                    InvalidArgument,
-                    "length is {length}, expected 0 to the capacity of {}",
-                    config.capacity
-                );
-            }
-            fill_memory(memory, || Ok(at(&config, length)))
-        })
+        let memory = out(memory, "memory")?;
+        let config = read_config(config)?;
+        config.validate()?;
+        if !(0..=config.capacity).contains(&length) {
+            fail!(
+                InvalidArgument,
+                "length is {length}, expected 0 to the capacity of {}",
+                config.capacity
+            );
+        }
+        fill_memory(memory, || Ok(at(&config, length)))
     }
 }
 

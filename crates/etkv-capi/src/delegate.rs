@@ -5,7 +5,7 @@ use std::ffi::c_char;
 
 use etkv_core::{Result, Status};
 
-use super::boundary::{boundary, list, text};
+use super::boundary::{c_functions, list, text};
 use super::error::etkv_error;
 use super::handle;
 
@@ -62,63 +62,38 @@ pub extern "C" fn etkv_delegate_abort_forward() {
     etkv_cpu::program::abort_forward();
 }
 
-/// Sets the options with which the calling thread loads later programs.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_delegate_set_load_options(
-    cache_key: *const c_char,
-    logits: *const c_char,
-    passes: *const c_char,
-    buffers: *const c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let optional = |pointer: *const c_char, name| -> Result<String> {
-                Ok(if pointer.is_null() { String::new() } else { text(pointer, name)?.to_owned() })
-            };
-            let texts = LoadTexts {
-                cache_key: optional(cache_key, "cache_key")?,
-                logits: optional(logits, "logits")?,
-                passes: optional(passes, "passes")?,
-                buffers: optional(buffers, "buffers")?,
-            };
-            program::check_options(&texts)?;
-            LOAD_OPTIONS.with(|set| set.replace(texts));
-            Ok(())
-        })
+c_functions!(
+    /// Sets the options with which the calling thread loads later programs.
+    unsafe fn etkv_delegate_set_load_options(
+        cache_key: *const c_char,
+        logits: *const c_char,
+        passes: *const c_char,
+        buffers: *const c_char,
+    ) -> Result<()> {
+        let optional = |pointer: *const c_char, name| -> Result<String> {
+            Ok(if pointer.is_null() { String::new() } else { text(pointer, name)?.to_owned() })
+        };
+        let texts = LoadTexts {
+            cache_key: optional(cache_key, "cache_key")?,
+            logits: optional(logits, "logits")?,
+            passes: optional(passes, "passes")?,
+            buffers: optional(buffers, "buffers")?,
+        };
+        program::check_options(&texts)?;
+        LOAD_OPTIONS.with(|set| set.replace(texts));
+        Ok(())
     }
-}
 
-/// Sets to zero the buffers of the programs that were loaded with this name.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_delegate_reset_buffers(
-    buffers: *const c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { boundary(error, || program::reset_buffers(text(buffers, "buffers")?)) }
-}
+    /// Sets to zero the buffers of the programs that were loaded with this name.
+    unsafe fn etkv_delegate_reset_buffers(buffers: *const c_char) -> Result<()> {
+        program::reset_buffers(text(buffers, "buffers")?)
+    }
 
-/// Checks whether this build can run a program.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_delegate_check(
-    payload: *const u8,
-    n_bytes: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { boundary(error, || program::check(list(payload, n_bytes, "payload")?)) }
-}
+    /// Checks whether this build can run a program.
+    unsafe fn etkv_delegate_check(payload: *const u8, n_bytes: usize) -> Result<()> {
+        program::check(list(payload, n_bytes, "payload")?)
+    }
+);
 
 #[cfg(feature = "delegate")]
 mod program {

@@ -9,19 +9,9 @@ use etkv_core::{fail, MemoryBudget};
 use mlx_rs::{Array, Dtype};
 use parking_lot::ReentrantMutex;
 
-use super::boundary::{self, free, list, out};
+use super::boundary::{c_functions, free, list, out, read_struct};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle::{self, Object};
-
-/// [`boundary::boundary`] for bodies that can return errors of MLX.
-///
-/// # Safety
-/// As for [`boundary::boundary`].
-unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()>) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { boundary::boundary(error, || Ok(body()?)) }
-}
 
 /// A handle on the forwards of a host.
 #[allow(non_camel_case_types)]
@@ -69,137 +59,96 @@ pub struct etkv_mlx_rows {
     pub stream: *const c_void,
 }
 
-/// Makes the forwards of a host on a cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_forwards_new(
-    cache: *const etkv_cache,
-    forwards: *mut *mut etkv_forwards,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(forwards, "forwards")?;
-            let cache = handle::look_up(cache, "cache")?;
-            let forwards = Forwards::new(cache.cache.clone())?;
-            let forwards = ReentrantMutex::new(RefCell::new(forwards));
-            target.write(handle::give(etkv_forwards { forwards }));
+c_functions!(
+    /// Makes the forwards of a host on a cache.
+    unsafe fn etkv_forwards_new(
+        cache: *const etkv_cache,
+        forwards: *mut *mut etkv_forwards,
+    ) -> Result<()> {
+        let target = out(forwards, "forwards")?;
+        let forwards = Forwards::new(handle::look_up(cache, "cache")?.cache.clone())?;
+        let forwards = ReentrantMutex::new(RefCell::new(forwards));
+        target.write(handle::give(etkv_forwards { forwards }));
+        Ok(())
+    }
+
+    /// Rolls back an unfinished forward.
+    unsafe fn etkv_forwards_abort(forwards: *mut etkv_forwards) -> Result<()> {
+        let forwards = handle::look_up(forwards, "forwards")?;
+        forwards.with(|forwards| {
+            forwards.abort();
             Ok(())
         })
     }
-}
+
+    /// Writes a layer's rows and stores what its queries attend to.
+    unsafe fn etkv_forwards_update_and_fetch(
+        forwards: *mut etkv_forwards,
+        rows: *const etkv_mlx_rows,
+        k: *mut c_void,
+        v: *mut c_void,
+        mask_kind: *mut i32,
+        mask: *mut c_void,
+    ) -> Result<()> {
+        let [k, v, mask] = [(k, "k"), (v, "v"), (mask, "mask")].map(target);
+        let (k, v, mask, kind) = (k?, v?, mask?, out(mask_kind, "mask_kind")?);
+        let forwards = handle::look_up(forwards, "forwards")?;
+        let rows = Rows::read(rows)?;
+        let make = |spec: &AttendSpec| {
+            let keys = spec.k.dequantized(rows.k.dtype())?;
+            let values = spec.v.dequantized(rows.v.dtype())?;
+            Ok((keys, values, spec.mask.clone()))
+        };
+        rows.on_stream(&forwards, make, |(keys, values, seen)| {
+            let found = match &seen {
+                Mask::None => 0,
+                Mask::Causal => 1,
+                Mask::Explicit(seen) => {
+                    give(mask, seen)?;
+                    2
+                }
+            };
+            give(k, &keys)?;
+            give(v, &values)?;
+            kind.write(found);
+            Ok(())
+        })
+    }
+
+    /// Writes a layer's rows and attends to the rows that its queries see.
+    unsafe fn etkv_forwards_update_and_attend(
+        forwards: *mut etkv_forwards,
+        rows: *const etkv_mlx_rows,
+        q: *const c_void,
+        scale: f32,
+        attended: *mut c_void,
+    ) -> Result<()> {
+        let attended = target((attended, "attended"))?;
+        let forwards = handle::look_up(forwards, "forwards")?;
+        let q = array(q, "q")?;
+        let rows = Rows::read(rows)?;
+        if !scale.is_finite() {
+            fail!(InvalidArgument, "scale is {scale}, expected a finite number");
+        }
+        check_float("q", &q)?;
+        let [heads, n, dim] = [1, 2, 3].map(|axis| rows.k.dim(axis));
+        let fits = q.dim(0) == 1 && q.dim(2) == n && q.dim(3) == dim;
+        if !fits || q.dim(1) <= 0 || q.dim(1) % heads.max(1) != 0 {
+            fail!(
+                Shape,
+                "q has shape {:?}, expected [1, n_heads, {n}, {dim}] with a multiple of {heads} heads",
+                q.shape()
+            );
+        }
+        let make = |spec: &AttendSpec| attend(&q, spec, scale, None);
+        rows.on_stream(&forwards, make, |out| give(attended, &out))
+    }
+);
 
 /// Frees a handle, and rolls back an unfinished forward.
 #[no_mangle]
 pub extern "C" fn etkv_forwards_free(forwards: *mut etkv_forwards) {
     free(forwards);
-}
-
-/// Rolls back an unfinished forward.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_forwards_abort(
-    forwards: *mut etkv_forwards,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let forwards = handle::look_up(forwards, "forwards")?;
-            forwards.with(|forwards| {
-                forwards.abort();
-                Ok(())
-            })
-        })
-    }
-}
-
-/// Writes a layer's rows and stores what its queries attend to.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
-    forwards: *mut etkv_forwards,
-    rows: *const etkv_mlx_rows,
-    k: *mut c_void,
-    v: *mut c_void,
-    mask_kind: *mut i32,
-    mask: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let [k, v, mask] = [(k, "k"), (v, "v"), (mask, "mask")].map(target);
-            let (k, v, mask, kind) = (k?, v?, mask?, out(mask_kind, "mask_kind")?);
-            let forwards = handle::look_up(forwards, "forwards")?;
-            let rows = Rows::read(rows)?;
-            let make = |spec: &AttendSpec| {
-                let keys = spec.k.dequantized(rows.k.dtype())?;
-                let values = spec.v.dequantized(rows.v.dtype())?;
-                Ok((keys, values, spec.mask.clone()))
-            };
-            rows.on_stream(&forwards, make, |(keys, values, seen)| {
-                let found = match &seen {
-                    Mask::None => 0,
-                    Mask::Causal => 1,
-                    Mask::Explicit(seen) => {
-                        give(mask, seen)?;
-                        2
-                    }
-                };
-                give(k, &keys)?;
-                give(v, &values)?;
-                kind.write(found);
-                Ok(())
-            })
-        })
-    }
-}
-
-/// Writes a layer's rows and attends to the rows that its queries see.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_forwards_update_and_attend(
-    forwards: *mut etkv_forwards,
-    rows: *const etkv_mlx_rows,
-    q: *const c_void,
-    scale: f32,
-    attended: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let attended = target((attended, "attended"))?;
-            let forwards = handle::look_up(forwards, "forwards")?;
-            let q = array(q, "q")?;
-            let rows = Rows::read(rows)?;
-            if !scale.is_finite() {
-                fail!(InvalidArgument, "scale is {scale}, expected a finite number");
-            }
-            check_float("q", &q)?;
-            let [heads, n, dim] = [1, 2, 3].map(|axis| rows.k.dim(axis));
-            let fits = q.dim(0) == 1 && q.dim(2) == n && q.dim(3) == dim;
-            if !fits || q.dim(1) <= 0 || q.dim(1) % heads.max(1) != 0 {
-                fail!(
-                    Shape,
-                    "q has shape {:?}, expected [1, n_heads, {n}, {dim}] with a multiple of {heads} heads",
-                    q.shape()
-                );
-            }
-            let make = |spec: &AttendSpec| attend(&q, spec, scale, None);
-            rows.on_stream(&forwards, make, |out| give(attended, &out))
-        })
-    }
 }
 
 /// The checked rows of a call.
@@ -217,7 +166,7 @@ impl Rows<'_> {
     unsafe fn read(rows: *const etkv_mlx_rows) -> Result<Self> {
         // SAFETY: the caller keeps the contract above.
         unsafe {
-            let rows = boundary::read_struct(rows, "rows")?;
+            let rows = read_struct(rows, "rows")?;
             let read = Self {
                 layer: rows.layer,
                 positions: list(rows.positions, rows.n_positions, "positions")?,

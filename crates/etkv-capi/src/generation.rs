@@ -4,9 +4,8 @@ use std::ffi::c_void;
 
 use etkv_core::Result;
 
-use super::boundary::{boundary, free, list, out, read_struct};
+use super::boundary::{c_functions, free, list, out, put, read_struct};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::sampling::{etkv_sampling, read_sampling};
 
@@ -43,181 +42,111 @@ impl Object for etkv_generation {
     const NAME: &'static str = "etkv_generation";
 }
 
-/// Prepares answers by the program that was last loaded with a cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_new(
-    cache: *const etkv_cache,
-    prompts: *const etkv_prompt,
-    n_prompts: usize,
-    options: *const etkv_generation_options,
-    generation: *mut *mut etkv_generation,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(generation, "generation")?;
-            let cache = handle::look_up(cache, "cache")?;
-            let options = read_struct(options, "options")?;
-            let mut given = Vec::new();
-            let mut prompt = prompts;
-            for index in 0..n_prompts {
-                let name = format!("prompts[{index}]");
-                let raw = read_struct(prompt, &name)?;
-                let tokens = list(raw.tokens, raw.n_tokens, "tokens of a prompt")?;
-                given.push((raw.sequence, tokens.to_vec()));
-                prompt = prompt.byte_add(raw.struct_size);
+c_functions!(
+    /// Prepares answers by the program that was last loaded with a cache.
+    unsafe fn etkv_generation_new(
+        cache: *const etkv_cache,
+        prompts: *const etkv_prompt,
+        n_prompts: usize,
+        options: *const etkv_generation_options,
+        generation: *mut *mut etkv_generation,
+    ) -> Result<()> {
+        let target = out(generation, "generation")?;
+        let cache = handle::look_up(cache, "cache")?;
+        let options = read_struct(options, "options")?;
+        let mut given = Vec::new();
+        let mut prompt = prompts;
+        for index in 0..n_prompts {
+            let name = format!("prompts[{index}]");
+            let raw = read_struct(prompt, &name)?;
+            let tokens = list(raw.tokens, raw.n_tokens, "tokens of a prompt")?;
+            given.push((raw.sequence, tokens.to_vec()));
+            prompt = prompt.byte_add(raw.struct_size);
+        }
+        let stop = list(options.stop, options.n_stop, "options.stop")?.to_vec();
+        let sampling = read_sampling(options.sampling)?;
+        let made = inner::Generation::new(&cache.cache, given, sampling, stop, &options)?;
+        target.write(handle::give(etkv_generation(made)));
+        Ok(())
+    }
+
+    /// Runs the next step of the prompts.
+    unsafe fn etkv_generation_read_prompts(
+        generation: *const etkv_generation,
+        waiting: *mut usize,
+    ) -> Result<()> {
+        put(waiting, "waiting", || handle::look_up(generation, "generation")?.0.read_prompts())
+    }
+
+    /// Returns the next token of each answer.
+    unsafe fn etkv_generation_next(
+        generation: *const etkv_generation,
+        tokens: *mut i64,
+        ends: *mut i32,
+        room: usize,
+        n: *mut usize,
+    ) -> Result<()> {
+        let (tokens, n) = (out(tokens, "tokens")?, out(n, "n")?);
+        let ends = out(ends, "ends")?;
+        let generation = handle::look_up(generation, "generation")?;
+        let next = generation.0.next(room)?;
+        for index in 0..room {
+            let (token, end) = next.tokens.get(index).copied().unwrap_or((-1, 0));
+            tokens.add(index).write(token);
+            ends.add(index).write(end);
+        }
+        n.write(next.count);
+        Ok(())
+    }
+
+    /// Ends answers, from any thread.
+    unsafe fn etkv_generation_cancel(generation: *const etkv_generation) -> Result<()> {
+        handle::look_up(generation, "generation")?.0.cancel();
+        Ok(())
+    }
+
+    /// Rolls back the step that was enqueued ahead.
+    unsafe fn etkv_generation_pause(generation: *const etkv_generation) -> Result<()> {
+        handle::look_up(generation, "generation")?.0.pause()
+    }
+
+    /// Runs one step of the program that was last loaded with a cache, and chooses an id for each token of the step.
+    unsafe fn etkv_generation_choose(
+        cache: *const etkv_cache,
+        tokens: *const i64,
+        positions: *const i32,
+        n: usize,
+        chosen: *mut i64,
+    ) -> Result<()> {
+        let chosen = out(chosen, "chosen")?;
+        let cache = handle::look_up(cache, "cache")?;
+        let tokens = list(tokens, n, "tokens")?;
+        let ids = inner::choose(&cache.cache, tokens, list(positions, n, "positions")?)?;
+        for (index, &id) in ids.iter().enumerate() {
+            chosen.add(index).write(id);
+        }
+        Ok(())
+    }
+
+    /// Warms up the program that was last loaded with a cache.
+    unsafe fn etkv_generation_warm_up(
+        cache: *const etkv_cache,
+        progress: Option<extern "C" fn(*mut c_void, usize, usize)>,
+        context: *mut c_void,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        inner::warm_up(&cache.cache, &mut |done, steps| {
+            if let Some(progress) = progress {
+                progress(context, done, steps);
             }
-            let stop = list(options.stop, options.n_stop, "options.stop")?.to_vec();
-            let sampling = read_sampling(options.sampling)?;
-            let made = inner::Generation::new(&cache.cache, given, sampling, stop, &options)?;
-            target.write(handle::give(etkv_generation(made)));
-            Ok(())
         })
     }
-}
+);
 
 /// Frees answers, and rolls back the step that was enqueued ahead.
 #[no_mangle]
 pub extern "C" fn etkv_generation_free(generation: *mut etkv_generation) {
     free(generation);
-}
-
-/// Runs the next step of the prompts.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_read_prompts(
-    generation: *const etkv_generation,
-    waiting: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let waiting = out(waiting, "waiting")?;
-            waiting.write(handle::look_up(generation, "generation")?.0.read_prompts()?);
-            Ok(())
-        })
-    }
-}
-
-/// Returns the next token of each answer.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_next(
-    generation: *const etkv_generation,
-    tokens: *mut i64,
-    ends: *mut i32,
-    room: usize,
-    n: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let (tokens, n) = (out(tokens, "tokens")?, out(n, "n")?);
-            let ends = out(ends, "ends")?;
-            let generation = handle::look_up(generation, "generation")?;
-            let next = generation.0.next(room)?;
-            for index in 0..room {
-                let (token, end) = next.tokens.get(index).copied().unwrap_or((-1, 0));
-                tokens.add(index).write(token);
-                ends.add(index).write(end);
-            }
-            n.write(next.count);
-            Ok(())
-        })
-    }
-}
-
-/// Ends answers, from any thread.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_cancel(
-    generation: *const etkv_generation,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            handle::look_up(generation, "generation")?.0.cancel();
-            Ok(())
-        })
-    }
-}
-
-/// Rolls back the step that was enqueued ahead.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_pause(
-    generation: *const etkv_generation,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
-}
-
-/// Runs one step of the program that was last loaded with a cache, and chooses an id for each token of the step.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_choose(
-    cache: *const etkv_cache,
-    tokens: *const i64,
-    positions: *const i32,
-    n: usize,
-    chosen: *mut i64,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let chosen = out(chosen, "chosen")?;
-            let cache = handle::look_up(cache, "cache")?;
-            let tokens = list(tokens, n, "tokens")?;
-            let ids = inner::choose(&cache.cache, tokens, list(positions, n, "positions")?)?;
-            for (index, &id) in ids.iter().enumerate() {
-                chosen.add(index).write(id);
-            }
-            Ok(())
-        })
-    }
-}
-
-/// Warms up the program that was last loaded with a cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_generation_warm_up(
-    cache: *const etkv_cache,
-    progress: Option<extern "C" fn(*mut c_void, usize, usize)>,
-    context: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            inner::warm_up(&cache.cache, &mut |done, steps| {
-                if let Some(progress) = progress {
-                    progress(context, done, steps);
-                }
-            })
-        })
-    }
 }
 
 /// The result of one call for each prompt: a token id or -1, and the number of the reason why the answer ended.

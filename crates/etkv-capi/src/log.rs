@@ -17,8 +17,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, SpanRef};
 use tracing_subscriber::{reload, EnvFilter, Layer, Registry};
 
-use super::boundary::{boundary, out, text};
-use super::error::etkv_error;
+use super::boundary::{c_functions, put, text};
 use super::report::text_of;
 
 /// Receives a message: its level, its target, the message, and the host's pointer.
@@ -62,68 +61,41 @@ thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets or removes the callback.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_set_log_callback(
-    filter: *const c_char,
-    callback: Option<etkv_log_callback>,
-    user: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let Some(callback) = callback else {
-                return remove();
-            };
-            let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
-            listen(filter, Listener::Callback(callback, user))
-        })
+c_functions!(
+    /// Sets or removes the callback.
+    unsafe fn etkv_set_log_callback(
+        filter: *const c_char,
+        callback: Option<etkv_log_callback>,
+        user: *mut c_void,
+    ) -> Result<()> {
+        let Some(callback) = callback else {
+            return remove();
+        };
+        let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
+        listen(filter, Listener::Callback(callback, user))
     }
-}
 
-/// Keeps messages instead of calling back.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_log_keep(
-    filter: *const c_char,
-    most: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            if most == 0 {
-                fail!(InvalidArgument, "most is 0, the minimum is 1");
-            }
-            let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
-            listen(filter, Listener::Keep(most))
-        })
+    /// Keeps messages instead of calling back.
+    unsafe fn etkv_log_keep(filter: *const c_char, most: usize) -> Result<()> {
+        if most == 0 {
+            fail!(InvalidArgument, "most is 0, the minimum is 1");
+        }
+        let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
+        listen(filter, Listener::Keep(most))
     }
-}
 
-/// Stores the messages that were kept, and forgets them.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_log_take(json: *mut *mut c_char, error: *mut *mut etkv_error) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(json, "json")?;
+    /// Stores the messages that were kept, and forgets them.
+    unsafe fn etkv_log_take(json: *mut *mut c_char) -> Result<()> {
+        put(json, "json", || {
             let kept = std::mem::take(&mut *KEPT.lock());
-            let json = if kept.is_empty() { std::ptr::null_mut() } else { text_of(&kept)? };
-            target.write(json);
-            Ok(())
+            if kept.is_empty() {
+                Ok(std::ptr::null_mut())
+            } else {
+                text_of(&kept)
+            }
         })
     }
-}
+);
 
 fn listen(text: &str, listener: Listener) -> Result<()> {
     let filter = EnvFilter::builder().parse(text).map_err(|error| {

@@ -9,8 +9,7 @@ use etkv_core::{
 };
 use parking_lot::RwLock;
 
-use super::boundary::{boundary, fill_layers, out, read_grown, read_struct, room};
-use super::error::etkv_error;
+use super::boundary::{c_functions, fill_layers, out, read_grown, read_struct, room};
 
 /// Bytes of one layer's buffers; see the header.
 #[allow(non_camel_case_types)]
@@ -119,42 +118,23 @@ pub struct etkv_memory_budget {
     n_caches: usize,
 }
 
-/// Limits the bytes of all caches' buffers; 0 removes the limit.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_memory_budget_set(limit: u64, error: *mut *mut etkv_error) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            MemoryBudget::global().set_limit((limit > 0).then_some(limit));
-            Ok(())
-        })
+c_functions!(
+    /// Limits the bytes of all caches' buffers; 0 removes the limit.
+    unsafe fn etkv_memory_budget_set(limit: u64) -> Result<()> {
+        MemoryBudget::global().set_limit((limit > 0).then_some(limit));
+        Ok(())
     }
-}
 
-/// Fills `budget`.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_memory_budget_read(
-    budget: *mut etkv_memory_budget,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(budget, "budget")?;
-            let budget = read_struct(target, "budget")?;
-            let BudgetReport { limit, held, peak, caches, .. } = MemoryBudget::global().report();
-            let (limit, n_caches) = (limit.unwrap_or(0), caches);
-            target.write(etkv_memory_budget { limit, held, peak, n_caches, ..budget });
-            Ok(())
-        })
+    /// Fills `budget`.
+    unsafe fn etkv_memory_budget_read(budget: *mut etkv_memory_budget) -> Result<()> {
+        let target = out(budget, "budget")?;
+        let budget = read_struct(target, "budget")?;
+        let BudgetReport { limit, held, peak, caches, .. } = MemoryBudget::global().report();
+        let (limit, n_caches) = (limit.unwrap_or(0), caches);
+        target.write(etkv_memory_budget { limit, held, peak, n_caches, ..budget });
+        Ok(())
     }
-}
+);
 
 /// Frees memory that the host chooses. It receives the number of missing bytes and the host's pointer, and returns
 /// the number of freed bytes.
@@ -189,27 +169,19 @@ static HOST: LazyLock<Arc<Host>> = LazyLock::new(|| {
     host
 });
 
-/// Sets or removes the callback that may free memory when the budget is full.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_memory_budget_set_callback(
-    callback: Option<etkv_memory_callback>,
-    user: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            if MemoryBudget::is_reclaiming() {
-                fail!(
-                    Step,
-                    "cannot set the memory callback from inside itself; set it when the callback is over"
-                );
-            }
-            *HOST.0.write() = callback.map(|callback| (callback, user));
-            Ok(())
-        })
+c_functions!(
+    /// Sets or removes the callback that may free memory when the budget is full.
+    unsafe fn etkv_memory_budget_set_callback(
+        callback: Option<etkv_memory_callback>,
+        user: *mut c_void,
+    ) -> Result<()> {
+        if MemoryBudget::is_reclaiming() {
+            fail!(
+                Step,
+                "cannot set the memory callback from inside itself; set it when the callback is over"
+            );
+        }
+        *HOST.0.write() = callback.map(|callback| (callback, user));
+        Ok(())
     }
-}
+);

@@ -2,9 +2,8 @@
 
 use etkv_core::{fail, Cache, Prefix, Result, ShareCache};
 
-use super::boundary::{boundary, free, out, value};
+use super::boundary::{c_functions, free, put, value};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle::{self, Object};
 
 /// A prefix; see the header.
@@ -15,49 +14,31 @@ impl Object for etkv_prefix {
     const NAME: &'static str = "etkv_prefix";
 }
 
-/// Freezes the contents of a cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_freeze(
-    cache: *mut etkv_cache,
-    prefix: *mut *mut etkv_prefix,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(prefix, "prefix")?;
+c_functions!(
+    /// Freezes the contents of a cache.
+    unsafe fn etkv_cache_freeze(
+        cache: *mut etkv_cache,
+        prefix: *mut *mut etkv_prefix,
+    ) -> Result<()> {
+        put(prefix, "prefix", || {
             let cache = handle::look_up(cache, "cache")?;
             let frozen = face(&mut *cache.cache.lock()?)?.freeze()?;
-            target.write(handle::give(etkv_prefix(frozen)));
-            Ok(())
+            Ok(handle::give(etkv_prefix(frozen)))
         })
     }
-}
 
-/// Makes an empty cache hold the first `length` positions of a prefix.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_attach(
-    cache: *mut etkv_cache,
-    prefix: *const etkv_prefix,
-    length: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            let prefix = handle::look_up(prefix, "prefix")?;
-            let mut cache = cache.cache.lock()?;
-            face(&mut *cache)?.attach(&prefix.0, length)
-        })
+    /// Makes an empty cache hold the first `length` positions of a prefix.
+    unsafe fn etkv_cache_attach(
+        cache: *mut etkv_cache,
+        prefix: *const etkv_prefix,
+        length: i32,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        let prefix = handle::look_up(prefix, "prefix")?;
+        let mut cache = cache.cache.lock()?;
+        face(&mut *cache)?.attach(&prefix.0, length)
     }
-}
+);
 
 /// Returns the number of positions, or -1 if `prefix` is no live handle.
 #[no_mangle]

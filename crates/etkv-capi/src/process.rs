@@ -10,10 +10,9 @@ pub extern "C" fn etkv_live_handles() -> usize {
 
 #[cfg(feature = "mlx")]
 mod of_mlx {
-    use etkv::mlx;
+    use etkv::{mlx, Result};
 
-    use crate::boundary::{boundary, out, read_struct};
-    use crate::error::etkv_error;
+    use crate::boundary::{c_functions, out, read_struct};
 
     /// Bytes that MLX holds in this process; see the header.
     #[allow(non_camel_case_types)]
@@ -26,35 +25,25 @@ mod of_mlx {
         peak: u64,
     }
 
-    /// Fills `memory`.
-    ///
-    /// # Safety
-    /// Pointers are NULL or as the header says.
-    #[no_mangle]
-    pub unsafe extern "C" fn etkv_mlx_memory_read(
-        memory: *mut etkv_mlx_memory,
-        error: *mut *mut etkv_error,
-    ) -> i32 {
-        // SAFETY: the caller keeps the contract above.
-        unsafe {
-            boundary(error, || {
-                let target = out(memory, "memory")?;
-                let memory = read_struct(target, "memory")?;
-                let [active, cached, peak] = mlx::run(|| {
-                    Ok([
-                        mlx_rs::memory::active_memory()?,
-                        mlx_rs::memory::cache_memory()?,
-                        mlx_rs::memory::peak_memory()?,
-                    ])
-                })?;
-                target.write(etkv_mlx_memory {
-                    active: active as u64,
-                    cached: cached as u64,
-                    peak: peak as u64,
-                    ..memory
-                });
-                Ok(())
-            })
+    c_functions!(
+        /// Fills `memory`.
+        unsafe fn etkv_mlx_memory_read(memory: *mut etkv_mlx_memory) -> Result<()> {
+            let target = out(memory, "memory")?;
+            let memory = read_struct(target, "memory")?;
+            let [active, cached, peak] = mlx::run(|| {
+                Ok([
+                    mlx_rs::memory::active_memory()?,
+                    mlx_rs::memory::cache_memory()?,
+                    mlx_rs::memory::peak_memory()?,
+                ])
+            })?;
+            target.write(etkv_mlx_memory {
+                active: active as u64,
+                cached: cached as u64,
+                peak: peak as u64,
+                ..memory
+            });
+            Ok(())
         }
-    }
+    );
 }

@@ -5,71 +5,33 @@ use std::ffi::{c_char, CString};
 use etkv_core::{Error, ProcessReport, Result, Status};
 use serde::Serialize;
 
-use super::boundary::{boundary, list, out};
+use super::boundary::{c_functions, list, put};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle;
 
-/// Stores a report of a cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_report(
-    cache: *const etkv_cache,
-    json: *mut *mut c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(json, "json")?;
+c_functions!(
+    /// Stores a report of a cache.
+    unsafe fn etkv_cache_report(cache: *const etkv_cache, json: *mut *mut c_char) -> Result<()> {
+        put(json, "json", || {
             let report = handle::look_up(cache, "cache")?.cache.lock()?.report();
-            target.write(text_of(&report)?);
-            Ok(())
+            text_of(&report)
         })
     }
-}
 
-/// Stores a report of this process.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_process_report(
-    json: *mut *mut c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(json, "json")?;
-            target.write(text_of(&ProcessReport::now())?);
-            Ok(())
-        })
+    /// Stores a report of this process.
+    unsafe fn etkv_process_report(json: *mut *mut c_char) -> Result<()> {
+        put(json, "json", || text_of(&ProcessReport::now()))
     }
-}
 
-/// Stores a description of a program.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_program_describe(
-    payload: *const u8,
-    n_bytes: usize,
-    json: *mut *mut c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(json, "json")?;
-            target.write(describe(list(payload, n_bytes, "payload")?)?);
-            Ok(())
-        })
+    /// Stores a description of a program.
+    unsafe fn etkv_program_describe(
+        payload: *const u8,
+        n_bytes: usize,
+        json: *mut *mut c_char,
+    ) -> Result<()> {
+        put(json, "json", || describe(list(payload, n_bytes, "payload")?))
     }
-}
+);
 
 /// Frees a string.
 ///

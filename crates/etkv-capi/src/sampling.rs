@@ -3,8 +3,7 @@
 use etkv_core::{fail, Result};
 use etkv_delegate::Sampling;
 
-use super::boundary::{boundary, list, out, read_struct};
-use super::error::etkv_error;
+use super::boundary::{c_functions, list, put, read_struct};
 
 /// A number that is added to a logit.
 #[repr(C)]
@@ -71,33 +70,24 @@ pub(crate) unsafe fn read_sampling(sampling: *const etkv_sampling) -> Result<Sam
     Ok(sampling)
 }
 
-/// Samples a token from the logits of a step that the host ran.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_sampling_choose(
-    sampling: *const etkv_sampling,
-    logits: *const f32,
-    n_logits: usize,
-    text: *const i64,
-    n_text: usize,
-    answer: usize,
-    n: u64,
-    token: *mut i64,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let token = out(token, "token")?;
+c_functions!(
+    /// Samples a token from the logits of a step that the host ran.
+    unsafe fn etkv_sampling_choose(
+        sampling: *const etkv_sampling,
+        logits: *const f32,
+        n_logits: usize,
+        text: *const i64,
+        n_text: usize,
+        answer: usize,
+        n: u64,
+        token: *mut i64,
+    ) -> Result<()> {
+        put(token, "token", || {
             let sampling = read_sampling(sampling)?;
             let text = list(text, n_text, "text")?;
             let logits = list(logits, n_logits, "logits")?;
             let draw = sampling.draw(answer, n);
-            let chosen = sampling.choose(logits, sampling.recent(text), draw)?;
-            token.write(chosen as i64);
-            Ok(())
+            Ok(sampling.choose(logits, sampling.recent(text), draw)? as i64)
         })
     }
-}
+);

@@ -6,9 +6,8 @@ use std::path::Path;
 use etkv_core::{fail, Cache, Result, SharedCache};
 use etkv_file::Labels;
 
-use super::boundary::{boundary, list, out, read_struct, text};
+use super::boundary::{c_functions, list, put, read_struct, text};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle;
 use super::report::string;
 use super::seq::etkv_seq_cache;
@@ -24,95 +23,64 @@ pub struct etkv_save_options {
     n_tokens: usize,
 }
 
-/// Writes the contents of a cache to a file.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_save(
-    cache: *const etkv_cache,
-    path: *const c_char,
-    options: *const etkv_save_options,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            save(&cache.cache, path, options, etkv_file::save)
-        })
+c_functions!(
+    /// Writes the contents of a cache to a file.
+    unsafe fn etkv_cache_save(
+        cache: *const etkv_cache,
+        path: *const c_char,
+        options: *const etkv_save_options,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        save(&cache.cache, path, options, etkv_file::save)
     }
-}
 
-/// Replaces the contents of a cache by those of a file.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_load(
-    cache: *mut etkv_cache,
-    path: *const c_char,
-    fingerprint: *const c_char,
-    tokens: *mut *mut i64,
-    n_tokens: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            load(&cache.cache, path, fingerprint, (tokens, n_tokens), etkv_file::load)
-        })
+    /// Replaces the contents of a cache by those of a file.
+    unsafe fn etkv_cache_load(
+        cache: *mut etkv_cache,
+        path: *const c_char,
+        fingerprint: *const c_char,
+        tokens: *mut *mut i64,
+        n_tokens: *mut usize,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        load(&cache.cache, path, fingerprint, (tokens, n_tokens), etkv_file::load)
     }
-}
 
-/// Writes one sequence to a file.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_save(
-    cache: *const etkv_seq_cache,
-    sequence: i32,
-    path: *const c_char,
-    options: *const etkv_save_options,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            save(cache.shared(), path, options, |cache, path, labels| {
-                etkv_file::save_sequence(cache, sequence, path, labels)
-            })
+    /// Writes one sequence to a file.
+    unsafe fn etkv_seq_cache_save(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        path: *const c_char,
+        options: *const etkv_save_options,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        save(cache.shared(), path, options, |cache, path, labels| {
+            etkv_file::save_sequence(cache, sequence, path, labels)
         })
     }
-}
 
-/// Adds the only sequence of a file to the cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_load(
-    cache: *mut etkv_seq_cache,
-    sequence: i32,
-    path: *const c_char,
-    fingerprint: *const c_char,
-    tokens: *mut *mut i64,
-    n_tokens: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            load(cache.shared(), path, fingerprint, (tokens, n_tokens), |cache, path, model| {
-                etkv_file::load_sequence(cache, sequence, path, model)
-            })
+    /// Adds the only sequence of a file to the cache.
+    unsafe fn etkv_seq_cache_load(
+        cache: *mut etkv_seq_cache,
+        sequence: i32,
+        path: *const c_char,
+        fingerprint: *const c_char,
+        tokens: *mut *mut i64,
+        n_tokens: *mut usize,
+    ) -> Result<()> {
+        let cache = handle::look_up(cache, "cache")?;
+        load(cache.shared(), path, fingerprint, (tokens, n_tokens), |cache, path, model| {
+            etkv_file::load_sequence(cache, sequence, path, model)
         })
     }
-}
+
+    /// Stores the fingerprint of a file.
+    unsafe fn etkv_fingerprint(path: *const c_char, fingerprint: *mut *mut c_char) -> Result<()> {
+        put(fingerprint, "fingerprint", || {
+            string(etkv_file::fingerprint(given_path(path, "path")?)?)
+        })
+    }
+);
 
 /// Saves a cache, or a part of it, with `save`.
 ///
@@ -163,27 +131,6 @@ unsafe fn load(
     }
 }
 
-/// Stores the fingerprint of a file.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_fingerprint(
-    path: *const c_char,
-    fingerprint: *mut *mut c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(fingerprint, "fingerprint")?;
-            let found = etkv_file::fingerprint(given_path(path, "path")?)?;
-            target.write(string(found)?);
-            Ok(())
-        })
-    }
-}
-
 /// Frees token ids.
 ///
 /// # Safety
@@ -195,6 +142,22 @@ pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
         // SAFETY: the caller keeps the contract above.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(tokens, n_tokens)) });
     }
+}
+
+/// Returns the result of `work` on a cache and a text.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+pub(super) unsafe fn with_text<T>(
+    cache: *const etkv_cache,
+    options: *const etkv_save_options,
+    work: impl FnOnce(&mut dyn Cache, Labels) -> Result<T>,
+) -> Result<T> {
+    let cache = handle::look_up(cache, "cache")?;
+    // SAFETY: the caller keeps the contract above.
+    let text = unsafe { labels_of(options) }?;
+    let mut cache = cache.cache.lock()?;
+    work(&mut *cache, text)
 }
 
 /// # Safety
@@ -210,7 +173,7 @@ pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&
 
 /// # Safety
 /// `options` is NULL, or as the header says.
-pub(crate) unsafe fn labels_of<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
+unsafe fn labels_of<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
     // SAFETY: the caller keeps the contract above.
     unsafe {
         let options = read_struct(options, "options")?;

@@ -2,9 +2,8 @@
 
 use etkv_core::{fail, Result, SeqCache, SharedCache};
 
-use super::boundary::{boundary, fill, free, list, out};
+use super::boundary::{c_functions, fill, free, list, put};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle::{self, Object};
 
 /// A handle on a cache of several sequences.
@@ -53,84 +52,166 @@ fn with_sequences<T>(
     }
 }
 
-/// Makes a handle for sequences on the same cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_as_seq(
-    cache: *const etkv_cache,
-    sequences: *mut *mut etkv_seq_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(sequences, "sequences")?;
-            let cache = handle::look_up(cache, "cache")?;
-            target.write(etkv_seq_cache::give(cache.cache.clone())?);
-            Ok(())
+c_functions!(
+    /// Makes a handle for sequences on the same cache.
+    unsafe fn etkv_cache_as_seq(
+        cache: *const etkv_cache,
+        sequences: *mut *mut etkv_seq_cache,
+    ) -> Result<()> {
+        put(sequences, "sequences", || {
+            etkv_seq_cache::give(handle::look_up(cache, "cache")?.cache.clone())
         })
     }
-}
 
-/// Frees a handle.
-#[no_mangle]
-pub extern "C" fn etkv_seq_cache_free(cache: *mut etkv_seq_cache) {
-    free(cache);
-}
-
-/// Declares the sequence of each token of the next step.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_begin_step(
-    cache: *mut etkv_seq_cache,
-    sequences: *const i32,
-    n_tokens: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        change(cache, error, |cache| cache.begin_step(list(sequences, n_tokens, "sequences")?))
+    /// Declares the sequence of each token of the next step.
+    unsafe fn etkv_seq_cache_begin_step(
+        cache: *mut etkv_seq_cache,
+        sequences: *const i32,
+        n_tokens: usize,
+    ) -> Result<()> {
+        with(cache, |cache| cache.begin_step(list(sequences, n_tokens, "sequences")?))
     }
-}
 
-/// Declares the sequences of each token of the next step.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
-    cache: *mut etkv_seq_cache,
-    sequences: *const i32,
-    n_sequences: usize,
-    counts: *const i32,
-    n_tokens: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        change(cache, error, |cache| {
+    /// Declares the sequences of each token of the next step.
+    unsafe fn etkv_seq_cache_begin_step_shared(
+        cache: *mut etkv_seq_cache,
+        sequences: *const i32,
+        n_sequences: usize,
+        counts: *const i32,
+        n_tokens: usize,
+    ) -> Result<()> {
+        with(cache, |cache| {
             let all = list(sequences, n_sequences, "sequences")?;
             let counts = list(counts, n_tokens, "counts")?;
             cache.begin_step_shared(&split(all, counts)?)
         })
     }
-}
 
-/// Withdraws the declaration for the next step.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+    /// Withdraws the declaration for the next step.
+    unsafe fn etkv_seq_cache_cancel_step(cache: *mut etkv_seq_cache) -> Result<()> {
+        with(cache, |cache| cache.cancel_step())
+    }
+
+    /// Makes a sequence share positions of another.
+    unsafe fn etkv_seq_cache_cp(
+        cache: *mut etkv_seq_cache,
+        source: i32,
+        target: i32,
+        begin: i32,
+        end: i32,
+    ) -> Result<()> {
+        with(cache, |cache| cache.seq_cp(source, target, begin..end))
+    }
+
+    /// Removes positions from a sequence.
+    unsafe fn etkv_seq_cache_rm(
+        cache: *mut etkv_seq_cache,
+        sequence: i32,
+        begin: i32,
+        end: i32,
+    ) -> Result<()> {
+        with(cache, |cache| cache.seq_rm(sequence, begin..end))
+    }
+
+    /// Removes every sequence except one.
+    unsafe fn etkv_seq_cache_keep(cache: *mut etkv_seq_cache, sequence: i32) -> Result<()> {
+        with(cache, |cache| cache.seq_keep(sequence))
+    }
+
+    /// Makes each sequence one run of cells, unless shared cells prevent it.
+    unsafe fn etkv_seq_cache_compact(cache: *mut etkv_seq_cache) -> Result<()> {
+        with(cache, |cache| cache.compact())
+    }
+
+    /// Stores the number of positions that a sequence holds.
+    unsafe fn etkv_seq_cache_len(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        length: *mut i32,
+    ) -> Result<()> {
+        put(length, "length", || with(cache, |cache| cache.seq_len(sequence)))
+    }
+
+    /// Stores the position of a sequence's next token.
+    unsafe fn etkv_seq_cache_next(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        position: *mut i32,
+    ) -> Result<()> {
+        put(position, "position", || with(cache, |cache| cache.seq_next(sequence)))
+    }
+
+    /// Stores the smallest length such that a sequence can be rewound to it and to every greater length.
+    unsafe fn etkv_seq_cache_rewindable_to(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        length: *mut i32,
+    ) -> Result<()> {
+        put(length, "length", || with(cache, |cache| cache.seq_rewindable_to(sequence)))
+    }
+
+    /// Stores the greatest length, at most `position`, to which a sequence can be rewound.
+    unsafe fn etkv_seq_cache_reachable(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        position: i32,
+        reachable: *mut i32,
+    ) -> Result<()> {
+        put(reachable, "reachable", || with(cache, |cache| cache.seq_reachable(sequence, position)))
+    }
+
+    /// Marks where the prompt of a sequence's turn will end.
+    unsafe fn etkv_seq_cache_mark_turn(
+        cache: *mut etkv_seq_cache,
+        sequence: i32,
+        end: i32,
+    ) -> Result<()> {
+        with(cache, |cache| cache.seq_mark_turn(sequence, end))
+    }
+
+    /// Makes a checkpoint of a sequence, and stores its position.
+    unsafe fn etkv_seq_cache_mark(
+        cache: *mut etkv_seq_cache,
+        sequence: i32,
+        position: i32,
+        marked: *mut i32,
+    ) -> Result<()> {
+        put(marked, "marked", || with(cache, |cache| cache.seq_mark(sequence, position)))
+    }
+
+    /// Stores the positions that a sequence holds, as ranges in order.
+    unsafe fn etkv_seq_cache_positions(
+        cache: *const etkv_seq_cache,
+        sequence: i32,
+        ranges: *mut etkv_range,
+        room: usize,
+        n: *mut usize,
+    ) -> Result<()> {
+        with(cache, |cache| {
+            let found = cache.seq_positions(sequence)?;
+            let found: Vec<etkv_range> = found
+                .iter()
+                .map(|range| etkv_range { begin: range.start, end: range.end })
+                .collect();
+            fill(&found, ranges, room, n, "ranges")
+        })
+    }
+
+    /// Stores the sequences that hold positions or carry trees, in order.
+    unsafe fn etkv_seq_cache_sequences(
+        cache: *const etkv_seq_cache,
+        sequences: *mut i32,
+        room: usize,
+        n: *mut usize,
+    ) -> Result<()> {
+        with(cache, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
+    }
+);
+
+/// Frees a handle.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_cancel_step(
-    cache: *mut etkv_seq_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.cancel_step()) }
+pub extern "C" fn etkv_seq_cache_free(cache: *mut etkv_seq_cache) {
+    free(cache);
 }
 
 /// Splits the list of all tokens' sequences into the sequences of each token.
@@ -160,268 +241,10 @@ fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     Ok(tokens)
 }
 
-/// Makes a sequence share positions of another.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_cp(
-    cache: *mut etkv_seq_cache,
-    source: i32,
-    target: i32,
-    begin: i32,
-    end: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.seq_cp(source, target, begin..end)) }
-}
-
-/// Removes positions from a sequence.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_rm(
-    cache: *mut etkv_seq_cache,
-    sequence: i32,
-    begin: i32,
-    end: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.seq_rm(sequence, begin..end)) }
-}
-
-/// Removes every sequence except one.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_keep(
-    cache: *mut etkv_seq_cache,
-    sequence: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.seq_keep(sequence)) }
-}
-
-/// Makes each sequence one run of cells, unless shared cells prevent it.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_compact(
-    cache: *mut etkv_seq_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { change(cache, error, |cache| cache.compact()) }
-}
-
-/// Stores the number of positions that a sequence holds.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_len(
+/// Calls `work` with the cache of a handle.
+fn with<T>(
     cache: *const etkv_seq_cache,
-    sequence: i32,
-    length: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, length, "length", error, |cache| cache.seq_len(sequence)) }
-}
-
-/// Stores the position of a sequence's next token.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_next(
-    cache: *const etkv_seq_cache,
-    sequence: i32,
-    position: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, position, "position", error, |cache| cache.seq_next(sequence)) }
-}
-
-/// Stores the smallest length such that a sequence can be rewound to it and to every greater length.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_rewindable_to(
-    cache: *const etkv_seq_cache,
-    sequence: i32,
-    length: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { read(cache, length, "length", error, |cache| cache.seq_rewindable_to(sequence)) }
-}
-
-/// Stores the greatest length, at most `position`, to which a sequence can be rewound.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_reachable(
-    cache: *const etkv_seq_cache,
-    sequence: i32,
-    position: i32,
-    reachable: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        let ask = |cache: &dyn SeqCache| cache.seq_reachable(sequence, position);
-        read(cache, reachable, "reachable", error, ask)
-    }
-}
-
-/// Marks where the prompt of a sequence's turn will end.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_mark_turn(
-    cache: *mut etkv_seq_cache,
-    sequence: i32,
-    end: i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            with_sequences(&cache.cache, |cache| cache.seq_mark_turn(sequence, end))
-        })
-    }
-}
-
-/// Makes a checkpoint of a sequence, and stores its position.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_mark(
-    cache: *mut etkv_seq_cache,
-    sequence: i32,
-    position: i32,
-    marked: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let marked = out(marked, "marked")?;
-            let cache = handle::look_up(cache, "cache")?;
-            let mark = |cache: &mut dyn SeqCache| cache.seq_mark(sequence, position);
-            marked.write(with_sequences(&cache.cache, mark)?);
-            Ok(())
-        })
-    }
-}
-
-/// Stores the positions that a sequence holds, as ranges in order.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_positions(
-    cache: *const etkv_seq_cache,
-    sequence: i32,
-    ranges: *mut etkv_range,
-    room: usize,
-    n: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        look(cache, error, |cache| {
-            let found = cache.seq_positions(sequence)?;
-            let found: Vec<etkv_range> = found
-                .iter()
-                .map(|range| etkv_range { begin: range.start, end: range.end })
-                .collect();
-            fill(&found, ranges, room, n, "ranges")
-        })
-    }
-}
-
-/// Stores the sequences that hold positions or carry trees, in order.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_seq_cache_sequences(
-    cache: *const etkv_seq_cache,
-    sequences: *mut i32,
-    room: usize,
-    n: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        look(cache, error, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
-    }
-}
-
-/// # Safety
-/// Pointers are NULL or as the header says.
-unsafe fn read<T>(
-    cache: *const etkv_seq_cache,
-    value: *mut T,
-    name: &str,
-    error: *mut *mut etkv_error,
-    ask: impl FnOnce(&dyn SeqCache) -> Result<T>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let value = out(value, name)?;
-            let cache = handle::look_up(cache, "cache")?;
-            value.write(with_sequences(&cache.cache, |cache| ask(cache))?);
-            Ok(())
-        })
-    }
-}
-
-/// Calls a function of the cache that returns an array.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-unsafe fn look(
-    cache: *const etkv_seq_cache,
-    error: *mut *mut etkv_error,
-    ask: impl FnOnce(&dyn SeqCache) -> Result<()>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            with_sequences(&cache.cache, |cache| ask(cache))
-        })
-    }
-}
-
-/// # Safety
-/// `error` is NULL or as the header says.
-unsafe fn change(
-    cache: *const etkv_seq_cache,
-    error: *mut *mut etkv_error,
-    act: impl FnOnce(&mut dyn SeqCache) -> Result<()>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            with_sequences(&cache.cache, act)
-        })
-    }
+    work: impl FnOnce(&mut dyn SeqCache) -> Result<T>,
+) -> Result<T> {
+    with_sequences(&handle::look_up(cache, "cache")?.cache, work)
 }

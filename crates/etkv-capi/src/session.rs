@@ -3,13 +3,12 @@
 use std::ffi::{c_char, CString};
 use std::ptr::{null, null_mut};
 
-use etkv_core::{Result, Session, SharedCache};
+use etkv_core::{Result, Session};
 
 use super::backends;
-use super::boundary::{boundary, free, out, text, value};
+use super::boundary::{c_functions, free, put, text, value};
 use super::cache::etkv_cache;
 use super::config::{etkv_cache_config, read_config};
-use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::seq::etkv_seq_cache;
 use super::tree::etkv_tree_cache;
@@ -25,32 +24,44 @@ impl Object for etkv_session {
     const NAME: &'static str = "etkv_session";
 }
 
-/// Makes a cache and registers it under a new key.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_session_new(
-    backend_id: *const c_char,
-    kind: *const c_char,
-    config: *const etkv_cache_config,
-    session: *mut *mut etkv_session,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(session, "session")?;
+c_functions!(
+    /// Makes a cache and registers it under a new key.
+    unsafe fn etkv_session_new(
+        backend_id: *const c_char,
+        kind: *const c_char,
+        config: *const etkv_cache_config,
+        session: *mut *mut etkv_session,
+    ) -> Result<()> {
+        put(session, "session", || {
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let session =
-                Session::new(backends::builders(), backend_id, kind, read_config(config)?)?;
+            let config = read_config(config)?;
+            let session = Session::new(backends::builders(), backend_id, kind, config)?;
             let key = CString::new(session.key()).unwrap_or_default();
-            target.write(handle::give(etkv_session { session, key }));
-            Ok(())
+            Ok(handle::give(etkv_session { session, key }))
         })
     }
-}
+
+    /// Makes a handle for sequences on the session's cache.
+    unsafe fn etkv_session_seq(
+        session: *const etkv_session,
+        cache: *mut *mut etkv_seq_cache,
+    ) -> Result<()> {
+        put(cache, "cache", || {
+            etkv_seq_cache::give(handle::look_up(session, "session")?.session.cache())
+        })
+    }
+
+    /// Makes a handle for trees on the session's cache.
+    unsafe fn etkv_session_tree(
+        session: *const etkv_session,
+        cache: *mut *mut etkv_tree_cache,
+    ) -> Result<()> {
+        put(cache, "cache", || {
+            etkv_tree_cache::give(handle::look_up(session, "session")?.session.cache())
+        })
+    }
+);
 
 /// Frees a session, and removes its key from the registry.
 #[no_mangle]
@@ -72,50 +83,4 @@ pub extern "C" fn etkv_session_cache(session: *const etkv_session) -> *mut etkv_
         let cache = handle::look_up(session, "session")?.session.cache();
         Ok(handle::give(etkv_cache { cache }))
     })
-}
-
-/// Makes a handle for sequences on the session's cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_session_seq(
-    session: *const etkv_session,
-    cache: *mut *mut etkv_seq_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { face(session, cache, error, etkv_seq_cache::give) }
-}
-
-/// Makes a handle for trees on the session's cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_session_tree(
-    session: *const etkv_session,
-    cache: *mut *mut etkv_tree_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe { face(session, cache, error, etkv_tree_cache::give) }
-}
-
-/// # Safety
-/// Pointers are NULL or as the header says.
-unsafe fn face<T>(
-    session: *const etkv_session,
-    cache: *mut *mut T,
-    error: *mut *mut etkv_error,
-    give: impl FnOnce(SharedCache) -> Result<*mut T>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(cache, "cache")?;
-            target.write(give(handle::look_up(session, "session")?.session.cache())?);
-            Ok(())
-        })
-    }
 }

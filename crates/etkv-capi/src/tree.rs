@@ -2,9 +2,8 @@
 
 use etkv_core::{fail, Result, SharedCache, TreeCache};
 
-use super::boundary::{boundary, free, list, out};
+use super::boundary::{c_functions, free, list, put};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
 use super::handle::{self, Object};
 
 /// A handle on a cache of trees of candidates.
@@ -40,26 +39,46 @@ fn with_trees<T>(
     }
 }
 
-/// Makes a handle for trees on the same cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_cache_as_tree(
-    cache: *const etkv_cache,
-    trees: *mut *mut etkv_tree_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let target = out(trees, "trees")?;
-            let cache = handle::look_up(cache, "cache")?;
-            target.write(etkv_tree_cache::give(cache.cache.clone())?);
-            Ok(())
+c_functions!(
+    /// Makes a handle for trees on the same cache.
+    unsafe fn etkv_cache_as_tree(
+        cache: *const etkv_cache,
+        trees: *mut *mut etkv_tree_cache,
+    ) -> Result<()> {
+        put(trees, "trees", || {
+            etkv_tree_cache::give(handle::look_up(cache, "cache")?.cache.clone())
         })
     }
-}
+
+    /// Appends a frontier of candidates to the tree after a sequence.
+    unsafe fn etkv_tree_cache_propose(
+        cache: *mut etkv_tree_cache,
+        sequence: i32,
+        parents: *const i32,
+        n_nodes: usize,
+    ) -> Result<()> {
+        with(cache, |cache| cache.propose(sequence, list(parents, n_nodes, "parents")?))
+    }
+
+    /// Adds a chain of candidates to a sequence, and removes the rest of its tree.
+    unsafe fn etkv_tree_cache_commit(
+        cache: *mut etkv_tree_cache,
+        sequence: i32,
+        accepted: *const i32,
+        n_nodes: usize,
+    ) -> Result<()> {
+        with(cache, |cache| cache.commit_tree(sequence, list(accepted, n_nodes, "accepted")?))
+    }
+
+    /// Stores the number of nodes of the tree after a sequence.
+    unsafe fn etkv_tree_cache_len(
+        cache: *const etkv_tree_cache,
+        sequence: i32,
+        n_nodes: *mut usize,
+    ) -> Result<()> {
+        put(n_nodes, "n_nodes", || with(cache, |cache| cache.tree_len(sequence)))
+    }
+);
 
 /// Frees a handle.
 #[no_mangle]
@@ -67,78 +86,10 @@ pub extern "C" fn etkv_tree_cache_free(cache: *mut etkv_tree_cache) {
     free(cache);
 }
 
-/// Appends a frontier of candidates to the tree after a sequence.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_tree_cache_propose(
-    cache: *mut etkv_tree_cache,
-    sequence: i32,
-    parents: *const i32,
-    n_nodes: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        change(cache, error, |cache| cache.propose(sequence, list(parents, n_nodes, "parents")?))
-    }
-}
-
-/// Adds a chain of candidates to a sequence, and removes the rest of its tree.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_tree_cache_commit(
-    cache: *mut etkv_tree_cache,
-    sequence: i32,
-    accepted: *const i32,
-    n_nodes: usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        change(cache, error, |cache| {
-            cache.commit_tree(sequence, list(accepted, n_nodes, "accepted")?)
-        })
-    }
-}
-
-/// Stores the number of nodes of the tree after a sequence.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_tree_cache_len(
+/// Calls `work` with the cache of a handle.
+fn with<T>(
     cache: *const etkv_tree_cache,
-    sequence: i32,
-    n_nodes: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let n_nodes = out(n_nodes, "n_nodes")?;
-            let cache = handle::look_up(cache, "cache")?;
-            n_nodes.write(with_trees(&cache.cache, |cache| cache.tree_len(sequence))?);
-            Ok(())
-        })
-    }
-}
-
-/// # Safety
-/// `error` is NULL or as the header says.
-unsafe fn change(
-    cache: *const etkv_tree_cache,
-    error: *mut *mut etkv_error,
-    act: impl FnOnce(&mut dyn TreeCache) -> Result<()>,
-) -> i32 {
-    // SAFETY: the caller keeps the contract above.
-    unsafe {
-        boundary(error, || {
-            let cache = handle::look_up(cache, "cache")?;
-            with_trees(&cache.cache, act)
-        })
-    }
+    work: impl FnOnce(&mut dyn TreeCache) -> Result<T>,
+) -> Result<T> {
+    with_trees(&handle::look_up(cache, "cache")?.cache, work)
 }
