@@ -19,6 +19,8 @@ mod sizes;
 mod tests;
 
 pub use convolve::{convolve, Activation, ConvolveInputs};
+#[doc(hidden)]
+pub use decays::{inverse, matrix};
 pub use scan::{fused_scan, scan, ScanInputs};
 
 use mlx_rs::Array;

@@ -25,7 +25,8 @@ use mlx_rs::{Array, Dtype};
 
 use super::{expect_dtype, expect_float, expect_shape};
 use crate::error::{fail, Result};
-use etkv::mlx::{array_of, cast, cumprod, slice_axis};
+use etkv::mlx::{cast, cumprod, slice_axis};
+use etkv::recurrent::{inverse, matrix};
 
 /// The maximum tokens of a chunk, a power of two.
 const CHUNK: i32 = 32;
@@ -128,7 +129,7 @@ impl Chunk {
         }
         let between = self.between(n)?;
         let likeness = matmul(&self.k, &keys)?.multiply(&between)?.multiply(&self.beta)?;
-        let corrections = matmul(inverse(&likeness, n)?, &corrections)?;
+        let corrections = matmul(inverse(&likeness)?, &corrections)?;
         let y = answers.add(matmul(scores.multiply(&between)?, &corrections)?)?;
         let weights = rotated(&last(&between)?)?;
         let added = matmul(rotated(&corrections)?, self.k.multiply(weights)?)?;
@@ -138,37 +139,10 @@ impl Chunk {
     /// Returns `D`: for each token `t` (last axis but one) and token `s` (last axis), the product of the decays of
     /// the tokens after `s`, including `t`. It is 1 if `s` is `t`, and 0 if `s` is later.
     fn between(&self, n: i32) -> Result<Array> {
-        let factors = select(mask(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
+        let factors = select(matrix(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
         let products = cumprod(&factors, TOKENS as i32)?;
-        Ok(products.multiply(mask(n, |t, s| s <= t)?)?)
+        Ok(products.multiply(matrix(n, |t, s| s <= t)?)?)
     }
-}
-
-/// Returns the inverse of `I + L`, where `L` is the part of `below`, `[..., n, n]`, below the diagonal.
-///
-/// Inverts blocks of the diagonal, from one element up. For two blocks `A` and `B`, with `E` below `A` and left of
-/// `B`, the inverse has `-B^-1 E A^-1` instead of `E`.
-fn inverse(below: &Array, n: i32) -> Result<Array> {
-    let mut inverse = cast(&mask(n, |t, s| t == s)?, Dtype::Float32)?;
-    let mut size = 1;
-    while size < n {
-        let pairs = mask(n, |t, s| t / (2 * size) == s / (2 * size) && t / size > s / size)?;
-        let beside = below.multiply(pairs)?;
-        let corner = match size {
-            1 => beside,
-            _ => matmul(matmul(&inverse, beside)?, &inverse)?,
-        };
-        inverse = inverse.subtract(corner)?;
-        size *= 2;
-    }
-    Ok(inverse)
-}
-
-/// Returns a boolean `[n, n]` with `is_set` of each row and column.
-fn mask(n: i32, is_set: impl Fn(i32, i32) -> bool) -> Result<Array> {
-    let elements = (0..n).flat_map(|row| (0..n).map(move |column| (row, column)));
-    let elements: Vec<bool> = elements.map(|(row, column)| is_set(row, column)).collect();
-    array_of(&elements, &[n, n])
 }
 
 /// Returns a view with the last two axes exchanged.
