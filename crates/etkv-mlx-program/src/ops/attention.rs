@@ -190,11 +190,7 @@ pub fn run_update_and_attend(
     spec.mask = match spec.mask {
         // The last query sees everything.
         Mask::None | Mask::Causal => Mask::None,
-        Mask::Explicit(mask) => {
-            // A mask has axes `[T, L]` or more; the axis of queries is the last but one.
-            let queries = mask.ndim().saturating_sub(2);
-            Mask::Explicit(slice_axis(&mask, queries, n - 1, n, 1)?)
-        }
+        Mask::Explicit(mask) => Mask::Explicit(last_row_of_mask(mask, n)?),
     };
     attend(&q, &spec, scoring, call.out_dtype)
 }

@@ -135,9 +135,8 @@ pub fn sym_size(slots: &mut Slots, node: fb::SymSizeNode) -> Result<Instruction>
 }
 
 pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
-    let shape = sizes(frame, shape)?;
     let x = frame.tensor(x)?;
-    Ok(x.reshape(&resolved(x, shape)?)?)
+    Ok(x.reshape(&resolved(frame, x, shape)?)?)
 }
 
 /// A shape. With at most eight axes it needs no allocation.
@@ -165,7 +164,8 @@ pub fn broadcast(a: &[i32], b: &[i32]) -> Option<Sizes> {
 }
 
 /// Returns `shape` for the elements of `x`, with the open dimension, -1, replaced by its size.
-pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
+pub fn resolved(frame: &Frame, x: &Array, shape: &[Int]) -> Result<Sizes> {
+    let mut shape = sizes(frame, shape)?;
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
         .iter()

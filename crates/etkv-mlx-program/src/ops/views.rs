@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use mlx_rs::{Array, Stream};
 use smallvec::{smallvec, SmallVec};
 
-use super::shape::{axis_to_split, resolved, sizes, Sizes};
+use super::shape::{axis_to_split, resolved, Sizes};
 use crate::error::Result;
 use crate::ir::{Int, Value};
 use crate::ops::frame::Frame;
@@ -52,9 +52,8 @@ pub fn run_reshape_transpose(
     shape: &[Int],
     perm: &[i32],
 ) -> Result<Array> {
-    let shape = sizes(frame, shape)?;
     let x = frame.tensor(x)?;
-    reshape_transpose(x, &resolved(x, shape)?, perm)
+    reshape_transpose(x, &resolved(frame, x, shape)?, perm)
 }
 
 /// Reshapes, then transposes, with a single reshape if possible.
@@ -72,9 +71,8 @@ pub fn run_transpose_reshape(
     perm: &[i32],
     shape: &[Int],
 ) -> Result<Array> {
-    let shape = sizes(frame, shape)?;
     let x = frame.tensor(x)?;
-    let shape = resolved(x, shape)?;
+    let shape = resolved(frame, x, shape)?;
     if transposed_in_order(x.shape(), perm).is_some() {
         return Ok(x.reshape(&shape)?);
     }
