@@ -139,15 +139,8 @@ fn attention_over_every_format_is_attention_over_its_rows() {
     run(|| {
         for form in formats() {
             for (t, heads, group) in [(1, 2, 4), (3, 3, 1), (40, 2, 2)] {
-                check(&Case {
-                    k: form,
-                    v: form,
-                    heads,
-                    group,
-                    t,
-                    read: (2, 47),
-                    ..Case::default()
-                })?;
+                let (k, v, read) = (form, form, (2, 47));
+                check(&Case { k, v, heads, group, t, read, ..Case::default() })?;
             }
         }
         Ok(())
@@ -187,16 +180,8 @@ fn every_format_has_sinks_and_softcaps() {
                 for (softcap, sinks) in [(None, true), (Some(0.5), false), (Some(4.0), true)] {
                     let sink = |head: i32| [0.5, -2.0, 3.0, -0.25][head as usize % 4];
                     let sinks = (0..heads * group).map(sink).filter(|_| sinks).collect();
-                    check(&Case {
-                        k: form,
-                        v: form,
-                        heads,
-                        group,
-                        t,
-                        read: (2, 47),
-                        softcap,
-                        sinks,
-                    })?;
+                    let (k, v, read) = (form, form, (2, 47));
+                    check(&Case { k, v, heads, group, t, read, softcap, sinks })?;
                 }
             }
         }
@@ -237,17 +222,9 @@ fn sinks_and_softcaps_that_do_not_fit_are_refused() {
 fn blocks_join() {
     run(|| {
         for format in [KvFormat::Mxfp8, KvFormat::RowInt4, KvFormat::RowFp4] {
-            let dim = if format == KvFormat::Mxfp8 { 64 } else { 40 };
-            let case = Case {
-                k: (format, dim),
-                v: (format, dim),
-                heads: 8,
-                group: 1,
-                t: 2,
-                read: (1, 6000),
-                ..Case::default()
-            };
-            check(&case)?;
+            let form = (format, if format == KvFormat::Mxfp8 { 64 } else { 40 });
+            let (k, v, read) = (form, form, (1, 6000));
+            check(&Case { k, v, heads: 8, t: 2, read, ..Case::default() })?;
         }
         Ok(())
     })
