@@ -353,27 +353,6 @@ mod tests {
     }
 
     #[test]
-    fn appends_at_the_length() {
-        let mut book = ContiguousBookkeeping::new(10, [None]);
-        let plan = book.plan(&run(0, 4)).unwrap();
-        assert_eq!((plan.start, plan.end, plan.displaced()), (0, 4, 0..0));
-        assert_eq!(book.length(), 0, "a plan changes nothing");
-        book.commit(&plan).unwrap();
-        assert_eq!(book.length(), 4);
-        let plan = book.plan(&[4]).unwrap();
-        assert_eq!((plan.start, plan.end, plan.n_tokens()), (4, 5, 1));
-    }
-
-    #[test]
-    fn below_the_length_is_a_rewind() {
-        let mut book = of_length(10, 8);
-        let plan = book.plan(&run(3, 2)).unwrap();
-        assert_eq!(plan.displaced(), 3..5);
-        book.commit(&plan).unwrap();
-        assert_eq!(book.length(), 5);
-    }
-
-    #[test]
     fn refuses_invalid_steps() {
         let book = of_length(10, 4);
         let status = |positions: &[i32]| book.plan(positions).unwrap_err().status();
@@ -397,13 +376,6 @@ mod tests {
         assert!(book.plan(&[i32::MAX - 1]).is_ok());
         let status = book.plan(&[i32::MAX - 1, i32::MAX]).unwrap_err().status();
         assert_eq!(status, Status::Capacity);
-    }
-
-    #[test]
-    fn can_extend_counts_free_positions() {
-        let book = of_length(10, 4);
-        assert!(book.can_extend(0) && book.can_extend(6));
-        assert!(!book.can_extend(7) && !book.can_extend(-1) && !book.can_extend(i32::MAX));
     }
 
     #[test]
