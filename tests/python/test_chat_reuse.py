@@ -13,7 +13,7 @@ import reference
 from etkv.recurrent_layer import BLOCK
 from reference import EVERYTHING
 from runners import with_longer_context
-from test_recurrent_programs import _model
+from test_recurrent_programs import recurrent_program
 
 CASES = ["qwen3.5-cpu", "lfm3-window-cpu", *(["lfm2-cpu", "lfm3-window-mlx"] if EVERYTHING else [])]
 
@@ -33,7 +33,7 @@ CAPACITY, ANSWER = 256, 150
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request):
-    return _model(*request.param.rsplit("-", 1))
+    return recurrent_program(*request.param.rsplit("-", 1))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from etkv import CacheConfig, DecodeSession, SeqSession, estimate, read_kv_cache_metadata
 from etkv.export import latent, values_in_keys
 from reference import EVERYTHING
+from runners import only_long
 from tiny_programs import TOLERANCE, TinyProgram, decode, error, ids, is_greedy, model, run
 
 PROMPT, DECODED = 300, 32
@@ -86,6 +87,7 @@ def test_a_token_has_one_row_of_latents(program):
 
 
 @pytest.mark.long
+@only_long
 def test_the_weight_of_latents_is_not_quantized():
     """The export compares the quantized program with the quantized model, and transformers loads the kept folder."""
     quantized = _program("minicpm3", "cpu", "8da4w")

@@ -104,7 +104,9 @@ def phimoe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("mlx", marks=[pytest.mark.long, only_long])])
+@pytest.mark.long
+@only_long
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, backend):
     program = export_program(
         ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)

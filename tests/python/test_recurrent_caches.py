@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import etkv
-import recurrent_models
 import reference
 from etkv import CacheConfig, Convolution, DecodeSession, LayerConfig, Recurrence, SeqSession, TreeSession, inspection
 from etkv.config import LayerConfigs
-from etkv.export import ExportRequest, export_program
 from etkv.recurrent_layer import RecurrentLayer
 from reference import Variant
+from test_recurrent_programs import recurrent_program
 
 CONVOLUTION, RECURRENCE = Convolution(160, 4), Recurrence(2, 4, 16, 24)
 SESSIONS = (DecodeSession, SeqSession, TreeSession)
@@ -30,11 +29,9 @@ def config(**changes) -> CacheConfig:
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory) -> Path:
+def hybrid() -> Path:
     """Return a CPU program with convolutions, recurrences and attention."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    model = recurrent_models.write("qwen3.5", folder / "model")
-    return export_program(ExportRequest(model, folder / "model.pte", backend="cpu", prefill_chunk=16, layers=3))
+    return recurrent_program("qwen3.5", "cpu").request.output
 
 
 def run(program, tokens, at, chunk):

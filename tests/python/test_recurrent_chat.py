@@ -10,7 +10,7 @@ import pytest
 import etkv
 from etkv.recurrent_layer import BLOCK
 from reference import EVERYTHING
-from test_recurrent_programs import _model
+from test_recurrent_programs import recurrent_program
 
 WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request):
-    return _model(*request.param.rsplit("-", 1))
+    return recurrent_program(*request.param.rsplit("-", 1))
 
 
 @pytest.fixture

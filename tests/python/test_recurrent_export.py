@@ -34,13 +34,14 @@ from etkv.pte import PteFile
 from etkv.recurrent_layer import BLOCK, RecurrentLayer
 from runners import only_long
 from test_recurrent_models import caches, surveyed
+from test_recurrent_programs import recurrent_program
 
 FAMILIES = [
-    "qwen3.5",
     "falcon-h1",
     *(
         pytest.param(name, marks=[pytest.mark.long, only_long])
         for name in (
+            "qwen3.5",
             "qwen3-next",
             "olmo-hybrid",
             "granite-4",
@@ -110,11 +111,8 @@ def _delegates(program):
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> PteFile:
-    folder = tmp_path_factory.mktemp("qwen3.5")
-    model = recurrent_models.write("qwen3.5", folder / "model")
-    request = ExportRequest(model, folder / "model.pte", backend="cpu", prefill_chunk=16, layers=3)
-    return PteFile(export_program(request))
+def qwen() -> PteFile:
+    return PteFile(recurrent_program("qwen3.5", "cpu").request.output)
 
 
 def test_payloads(qwen):
@@ -157,7 +155,7 @@ def test_weights_alone_are_computed_once(qwen):
 
 def test_a_program_that_differs_is_refused(tmp_path, monkeypatch):
     """The export's check compares tokens beyond the first anchor."""
-    model = recurrent_models.write("lfm3", tmp_path / "model")
+    model = recurrent_models.write("lfm2-recurrent", tmp_path / "model")
     request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", verify=True)
     run_model = check.Check.run_model
 

@@ -52,7 +52,8 @@ FLOAT_LONG = [
     llm("tiny-mistral-window", *IN_GRAPH),
     llm("tiny-mistral-window", *OFF_GRAPH),
 ]
-PLAIN = [llm("tiny-llama"), llm("tiny-qwen3"), llm("tiny-gemma3")] if OPTIMUM else []
+PLAIN = [llm("tiny-llama")] if OPTIMUM else []
+PLAIN_LONG = [llm("tiny-qwen3"), llm("tiny-gemma3")] if OPTIMUM else []
 QUANTIZED = [llm("tiny-llama", *IN_GRAPH, "--qlinear", "4w")]
 QUANTIZED_LONG = [
     llm("tiny-llama", *IN_GRAPH, "--qlinear", "nvfp4"),
@@ -79,6 +80,9 @@ REFUSED = {
 
 if EVERYTHING:
     FLOAT, QUANTIZED, WHISPER = FLOAT + FLOAT_LONG, QUANTIZED + QUANTIZED_LONG, WHISPER + WHISPER_LONG
+    PLAIN += PLAIN_LONG
+else:
+    REFUSED = {}
 RAN = [*FLOAT, *PLAIN, *QUANTIZED, *HALF, *WHISPER, DFLASH, TAPPED]
 
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
