@@ -260,7 +260,7 @@ def floats_of(doubles: Tensor, group_size: int, scales: Tensor) -> tuple[Tensor,
     # Zero gets the code without a sign.
     for code, double in reversed(list(enumerate(_doubles().int().tolist()))):
         table[double + most] = code
-    if not torch.equal(scales.bfloat16().float(), scales) or int(doubles.abs().max()) > most:
+    if not torch.equal(scales.bfloat16().float(), scales) or int(doubles.min()) < -most or int(doubles.max()) > most:
         return None
     codes = looked_up(table, (doubles + most).to(torch.uint8))
     return None if int(codes.max()) == 255 else (codes, WeightFormat(_FP4, group_size))

@@ -8,6 +8,7 @@ use mlx_rs::Array;
 
 use super::rows::run;
 use crate::error::Result;
+use crate::mlx;
 
 /// The number of rows of a part of a block. Within a part, the decays of all channels are computed for each pair of
 /// rows.
@@ -152,7 +153,7 @@ pub fn triangle(n: i32) -> Result<Array> {
 pub fn matrix(n: i32, holds: impl Fn(i32, i32) -> bool) -> Result<Array> {
     let cells = (0..n).flat_map(|row| (0..n).map(move |column| (row, column)));
     let cells: Vec<bool> = cells.map(|(row, column)| holds(row, column)).collect();
-    Ok(Array::from_slice(&cells, &[n, n]))
+    mlx::array_of(&cells, &[n, n])
 }
 
 /// Returns the inverses of matrices `[..., n, n]` with ones on the diagonal and zeros above it. Only elements of `a`

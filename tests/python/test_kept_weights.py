@@ -18,7 +18,7 @@ import test_gguf_architectures
 import test_published
 import tiny_gguf
 import tiny_models
-from etkv.export import ExportRequest, Progress, export_program
+from etkv.export import ExportRequest, Progress, export_program, mlx_quantization
 from etkv.export.gguf import packed
 from etkv.export.published.weight import Groups
 from read_models import packed_weights
@@ -101,7 +101,7 @@ def test_integers_are_kept_where_kernels_take_them(tiny, tmp_path, kind, quantiz
 @pytest.mark.parametrize(
     ("kind", "quantize", "name"),
     [
-        *((kind, "4w", None) for kind in ("Q4_0", "Q4_1", "MXFP4")),
+        *((kind, "4w", None) for kind in ("Q4_0", "Q4_1")),
         *((kind, "8w", None) for kind in ("Q4_0", "Q5_0", "Q5_1", "Q8_0")),
         ("Q4_0", "8da4w", "int4_float16"),
         ("Q4_1", "8da4w", "int4_float16_biased"),
@@ -194,10 +194,41 @@ def test_matrices_of_gguf_files_in_another_order_are_kept(folder, tmp_path, name
     """A file has rows or columns of experts, or of heads, in another order than transformers."""
     _, file = test_gguf_architectures.written(folder, tmp_path / "x.gguf", name, kind)
     found, meant = packed_weights(file, tmp_path / "made", quantize), read_models.plain(file).state_dict()
-    assert found.repacked == 0
+    # On MLX only experts keep floats.
+    assert (found.repacked == 0) == ((kind, quantize) != ("MXFP4", "4w"))
     assert found.kept > 0
     assert bool(found.experts) == (name != "qwen35")
     assert all(torch.equal(values, meant[name]) for name, values in found.experts.items())
+
+
+def test_floats_of_experts_are_kept_if_mlx_represents_them():
+    """Their scales are powers of two from 2**-127 to 2**127, for 32 elements."""
+
+    def kept(power: float, dtype: torch.dtype, size: int = 32, codes: tuple[int, ...] = (0, 11, 18, 24)):
+        # Codes are twice the floats plus 12, so scales are halves of the powers.
+        groups = Groups(
+            torch.tensor(codes, dtype=torch.uint8).repeat(64 // len(codes)).reshape(1, 64),
+            torch.full((1, 64 // size), power / 2),
+            torch.full((1, 64 // size), 12.0),
+        )
+        found = mlx_quantization.keep(groups, 4, dtype, with_floats=True)
+        if found is None:
+            return None
+        packed, scales, biases = found
+        assert biases is None
+        assert torch.equal(mlx_quantization.dequantize(packed, scales, 4, dtype), groups.values().to(dtype))
+        return scales.unique().tolist()
+
+    for power, byte in ((1.0, 127), (2.0**-126, 1), (2.0**120, 247)):
+        assert kept(power, torch.bfloat16) == [byte]
+    assert kept(2.0**13, torch.float16) is not None
+    assert kept(2.0**14, torch.float16) is None, "6 * 2**14 exceeds float16"
+    assert kept(3.0, torch.float32) is None, "not a power of two"
+    assert kept(0.0, torch.float32) is None
+    assert kept(1.0, torch.float32, size=64) is None
+    assert kept(1.0, torch.float32, codes=(0, 3, 24, 24)) is None, "-4.5 is no float of 4 bits"
+    outlier = Groups(torch.tensor([[0] + [128] * 31]).to(torch.uint8), torch.ones(1, 1), torch.full((1, 1), 128.0))
+    assert mlx_quantization.keep(outlier, 4, torch.float32, with_floats=True) is None, "-128 is no float of 4 bits"
 
 
 def test_columns_of_a_group_stay_together():
@@ -222,18 +253,17 @@ class Noted(Progress):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n"), [("integers, scales and biases", 8), ("floats of a GGUF file", 15), ("floats of experts", 2)]
+    ("kind", "n", "dtype"), [("integers, scales and biases", 8, "float32"), ("floats of experts", 2, "bfloat16")]
 )
-def test_a_program_has_the_weights_of_a_file(tiny, tmp_path, kind, n):
+def test_a_program_has_the_weights_of_a_file(tiny, tmp_path, kind, n, dtype):
     """The export's check compares the program with the model."""
-    if kind == "floats of a GGUF file":
-        model = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="MXFP4")
-    elif kind == "floats of experts":
+    if kind == "floats of experts":
         model, _ = test_published.gpt_oss(tmp_path)
         tiny_models.tokenizer().save_pretrained(model)
     else:
         model, _ = written(tiny("tiny-llama"), tmp_path, "awq", "self_attn")
     noted = Noted()
-    export_program(ExportRequest(model, tmp_path / "out" / "model.pte", quantize="4w", verify=True), noted)
+    request = ExportRequest(model, tmp_path / "out" / "model.pte", dtype=dtype, quantize="4w", verify=True)
+    export_program(request, noted)
     assert any(f"{n} matrices keep the integers" in line for line in noted.notes)
     assert json.loads((tmp_path / "out" / "export.json").read_text())["checked"]

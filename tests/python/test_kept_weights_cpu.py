@@ -206,6 +206,7 @@ def _error(found: torch.Tensor, expected: Any) -> float:
     return float((found - torch.as_tensor(expected)).std() / found.std())
 
 
+@pytest.mark.long
 @only_long
 def test_a_program_of_experts_in_two_formats(tiny, tmp_path):
     """The second products of an expert have the integers of the file, and the first are quantized."""

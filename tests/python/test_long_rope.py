@@ -104,9 +104,7 @@ def phimoe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
-@only_long
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("backend", ["mlx", pytest.param("cpu", marks=[pytest.mark.long, only_long])])
 def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, backend):
     program = export_program(
         ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)

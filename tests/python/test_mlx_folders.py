@@ -108,9 +108,7 @@ def test_layers_have_settings_of_their_own(folder):
         torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "bits", "quantize"), [("affine", 4, 4), ("affine", 8, 8), ("mxfp4", 4, 4), ("mxfp4", 4, 8)]
-)
+@pytest.mark.parametrize(("mode", "bits", "quantize"), [("affine", 4, 4), ("affine", 8, 8), ("mxfp4", 4, 8)])
 def test_integers_are_kept(folder, tmp_path, mode, bits, quantize):
     expected = write(folder, {"group_size": 32, "bits": bits, "mode": mode})
     found = packed_weights(folder, tmp_path / "out", f"{quantize}w")

@@ -51,7 +51,10 @@ def caches(layout):
 @pytest.mark.parametrize(
     # One of them has 54 layers.
     "name",
-    [pytest.param(name, marks=only_long if name == "zamba2" else []) for name in recurrent_models.FAMILIES],
+    [
+        pytest.param(name, marks=[pytest.mark.long, only_long] if name == "zamba2" else [])
+        for name in recurrent_models.FAMILIES
+    ],
 )
 def test_logits_equal_those_of_transformers(name):
     """A prompt in chunks and greedy ids are compared with one forward of transformers over all tokens."""

@@ -28,7 +28,7 @@ PROMPT, DECODED = 300, 64
 
 _FAMILIES = {
     "cpu": ["qwen3.5", "mamba-2", "lfm3-window"],
-    "mlx": ["qwen3.5", "minimax"],
+    "mlx": ["qwen3.5", "mamba-2", "minimax"],
 }
 _LONG = [
     *("qwen3-next", "olmo-hybrid", "olmo-hybrid-positive", "granite-4", "nemotron-h", "falcon-h1-norm", "bamba"),

@@ -197,7 +197,7 @@ def _can_be(owners: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def convert(texts: Texts, old: tuple[str, str], new: tuple[str, str]) -> tuple[str, str]:
-    """Convert the rows of texts as the cache has converted its rows. Other tests check when formats change."""
+    """Convert the rows of texts as the cache has converted its rows. test_native_steps.py checks when that happens."""
     if old != new:
         tokens = [token for text in texts.sequences.values() for token in text]
         for token in tokens + [token for tree in texts.trees.values() for _, token in tree if token]:

@@ -6,7 +6,7 @@ dequantizes them. In plain PyTorch both unpack the weights in parts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,19 +47,17 @@ linear.register_fake(lambda x, packed, *_: x.new_empty((*x.shape[:-1], packed.sh
 
 
 @torch.library.custom_op("etkv::packed_embedding", mutates_args=())
-def embedding(
-    ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return the rows of packed weights at ``ids``, ``[*shape of ids, columns]`` in ``dtype``."""
+def embedding(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
+    """Return the rows of packed weights at ``ids``, ``[*shape of ids, columns]`` in the dtype of ``scales``."""
     # torch cannot index uint32.
     rows = packed.view(torch.int32)[ids].view(torch.uint32)
     of_rows = None if biases is None else biases[ids]
-    return mlx_quantization.dequantize(rows, scales[ids], bits, dtype, of_rows)
+    return mlx_quantization.dequantize(rows, scales[ids], bits, scales.dtype, of_rows)
 
 
 @embedding.register_fake
-def _(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return scales.new_empty((*ids.shape, packed.shape[1] * 32 // bits), dtype=dtype)
+def _(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
+    return scales.new_empty((*ids.shape, packed.shape[1] * 32 // bits))
 
 
 @torch.library.custom_op("etkv::packed_gathered", mutates_args=())
@@ -89,12 +87,10 @@ class _Layer(PackedLayer):
     scales: Tensor
     biases: Tensor | None
     etkv_bits: int
-    etkv_dtype: torch.dtype
-    """The dtype of the model. Scales of MXFP4 do not have it."""
 
     def plain(self) -> Tensor:
         """Return the dequantized weights in the dtype of the model."""
-        return mlx_quantization.dequantize(self.packed, self.scales, self.etkv_bits, self.etkv_dtype, self.biases)
+        return mlx_quantization.dequantize(self.packed, self.scales, self.etkv_bits, self.scales.dtype, self.biases)
 
 
 class PackedLinear(_Layer, torch.nn.Linear):  # type: ignore[override] # Its weight is no parameter.
@@ -111,17 +107,8 @@ class PackedEmbedding(_Layer, torch.nn.Embedding):  # type: ignore[override] # I
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedding's rows for ids."""
-        made: Tensor = embedding(input, self.packed, self.scales, self.etkv_bits, self.biases, self.etkv_dtype)
+        made: Tensor = embedding(input, self.packed, self.scales, self.etkv_bits, self.biases)
         return made
-
-
-class PackedWeights(NamedTuple):
-    """A packed matrix, see :func:`etkv.export.mlx_quantization.dequantize`, and the dtype of the model."""
-
-    packed: Tensor
-    scales: Tensor
-    biases: Tensor | None
-    dtype: torch.dtype
 
 
 class Packer:
@@ -135,44 +122,48 @@ class Packer:
         self._bits, self._group_size, self._is_fixed, self._scratch = bits, group_size, is_fixed, scratch
         self.rounds = True
 
-    def pack(self, weight: Tensor) -> PackedWeights:
-        """Return packed weights in groups of a size that MLX supports."""
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return packed weights and scales, in groups of a size that MLX supports."""
         group_size = self._group_size or weight.shape[1]
         packed, scales = mlx_quantization.quantize(weight, self._bits, group_size, self._scratch.empty)
-        return PackedWeights(packed, self._repeated(scales, group_size, _taken(group_size)), None, weight.dtype)
+        return packed, self._repeated(scales, group_size, _taken(group_size)), None
 
-    def keep(self, groups: Groups, dtype: torch.dtype) -> PackedWeights | None:
-        """Return the packed integers or floats of a file; None if MLX does not support them."""
+    def keep(
+        self, groups: Groups, dtype: torch.dtype, of_experts: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return packed integers, scales and biases of a file; None if MLX does not support them.
+
+        Experts also keep floats. In other layers, floats would prevent the passes of the interpreter, and CUDA graphs.
+        """
         own = groups.codes.shape[1] // groups.scales.shape[1]
         wanted = self._group_size if self._is_fixed and self._group_size else _taken(own)
         if not wanted or own % wanted:
             return None
-        found = mlx_quantization.keep(groups, self._bits, dtype)
+        found = mlx_quantization.keep(groups, self._bits, dtype, with_floats=of_experts)
         if found is None:
             return None
         packed, scales, biases = found
         kept = self._scratch.keep(packed)
         repeated = None if biases is None else self._repeated(biases, own, wanted)
-        return PackedWeights(kept, self._repeated(scales, own, wanted), repeated, dtype)
+        return kept, self._repeated(scales, own, wanted), repeated
 
     def _repeated(self, numbers: Tensor, own: int, wanted: int) -> Tensor:
         """Return the numbers of groups for smaller groups. Groups had ``own`` columns and get ``wanted`` columns."""
         return self._scratch.keep(numbers.repeat_interleave(own // wanted, dim=1))
 
-    def install(self, layer: Any, packed: PackedWeights) -> type[PackedLayer]:
+    def install(self, layer: Any, packed: tuple[Tensor, Tensor, Tensor | None]) -> type[PackedLayer]:
         """Store packed weights in ``layer``."""
-        for name in ("packed", "scales", "biases"):
-            layer.register_buffer(name, getattr(packed, name))
-        layer.etkv_bits, layer.etkv_dtype = self._bits, packed.dtype
+        for name, tensor in zip(("packed", "scales", "biases"), packed, strict=True):
+            layer.register_buffer(name, tensor)
+        layer.etkv_bits = self._bits
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
     def pack_experts(self, module: Any, kept: FileIntegers) -> None:
         """Pack the weights of experts in place."""
 
         def pack(name: str, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            found: PackedWeights | None = kept(name, weights)
-            made = self.pack(weights) if found is None else found
-            return made.packed, made.scales, made.biases
+            found: tuple[Tensor, Tensor, Tensor | None] | None = kept(name, weights)
+            return self.pack(weights) if found is None else found
 
         experts.pack(module, self._bits, pack, self._scratch.keep)
 
@@ -206,36 +197,52 @@ def register() -> None:
         builder.emit_init(MultiplyNode(a=a, b=b, out=out))
         return made
 
-    def format_of(builder: Any, node: torch.fx.Node, bits: int, given: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the slot of the biases, if there are any, and MLX's name and sizes of the weights of ``node``."""
-        packed, scales = node.args[1:3]
-        sizes = {"group_size": _group_size(packed, scales, bits), "bits": bits}
-        if mlx_quantization.has_floats(scales.meta["val"]):  # type: ignore[union-attr] # A node.
-            return None, {**sizes, "mode": "mxfp4"}
-        biases = biases_of(builder, scales, bits) if given is None else given  # type: ignore[arg-type] # A node.
-        return biases, {**sizes, "mode": "affine"}
-
     def packed_linear(builder: Any, node: torch.fx.Node) -> Any:
         x, packed, scales, bits, *given = builder.args(node)
-        biases, form = format_of(builder, node, bits, given[0] if given else None)
-        slots = {"x": x, "w": packed, "scales": scales, "biases": biases}
-        return emit(builder, node, QuantizedMatmulNode, slots, **form, transpose=True)
+        biases = given[0] if given else biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A node.
+        return emit(
+            builder,
+            node,
+            QuantizedMatmulNode,
+            {"x": x, "w": packed, "scales": scales, "biases": biases},
+            group_size=_group_size(node.args[1], node.args[2], bits),
+            bits=bits,
+            mode="affine",
+            transpose=True,
+        )
 
     def packed_embedding(builder: Any, node: torch.fx.Node) -> Any:
-        ids, packed, scales, bits, given, _ = builder.args(node)
-        biases, form = format_of(builder, node, bits, given)
+        ids, packed, scales, bits, *given = builder.args(node)
+        biases = given[0] if given else biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A node.
         made = builder.make_or_get_slot(node)
-        out_dtype = node.meta["val"].dtype
-        emit_quantized_gather(builder, made, ids, packed, scales, biases, **form, out_dtype=out_dtype)
+        emit_quantized_gather(
+            builder,
+            made,
+            ids,
+            packed,
+            scales,
+            biases,
+            group_size=_group_size(node.args[1], node.args[2], bits),
+            bits=bits,
+            mode="affine",
+            out_dtype=node.meta["val"].dtype,
+        )
         return made
 
     def packed_gathered(builder: Any, node: torch.fx.Node) -> Any:
-        x, packed, scales, given, experts, is_sorted, bits = builder.args(node)
-        biases, form = format_of(builder, node, bits, given)
-        flag = _resolve_sorted_indices_flag(builder, is_sorted)
-        slots = {"x": x, "w": packed, "scales": scales, "biases": biases, "rhs_indices": experts}
+        x, packed, scales, biases, experts, is_sorted, bits = builder.args(node)
+        has_floats = mlx_quantization.has_floats(node.args[2].meta["val"])  # type: ignore[union-attr] # A node.
         return emit(
-            builder, node, GatherQmmNode, slots, **form, transpose=True, sorted_indices=False, sorted_indices_flag=flag
+            builder,
+            node,
+            GatherQmmNode,
+            {"x": x, "w": packed, "scales": scales, "biases": biases, "rhs_indices": experts},
+            transpose=True,
+            group_size=_group_size(node.args[1], node.args[2], bits),
+            bits=bits,
+            mode="mxfp4" if has_floats else "affine",
+            sorted_indices=False,
+            sorted_indices_flag=_resolve_sorted_indices_flag(builder, is_sorted),
         )
 
     ops: Any = torch.ops.etkv

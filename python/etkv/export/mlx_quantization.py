@@ -1,10 +1,7 @@
 """Quantizes weights for MLX: integers of 4 or 8 bits in groups of a row that share a scale.
 
-Files in MXFP4 keep their floats of 4 bits, which MLX calls ``mxfp4``: codes of 4 bits, and for each 32 of them the
+Experts in MXFP4 keep the floats of the file, which MLX calls ``mxfp4``: codes of 4 bits, and for each 32 of them the
 exponent of a power of two in uint8.
-
-Files in MXFP4 keep their floats of 4 bits: codes of 4 bits with scales in uint8, each of which is a power of two for 32
-elements. MLX calls this mode ``mxfp4``.
 
 A scale minimizes the squares of its group's errors. Scales and integers are computed alternately. Groups do not depend
 on each other, so a matrix is quantized in parts that fit a core's cache, on all cores.
@@ -130,12 +127,13 @@ def shifts(scales: torch.Tensor, biases: torch.Tensor | None, bits: int) -> torc
 
 
 def keep(
-    groups: Groups, bits: int, dtype: torch.dtype
+    groups: Groups, bits: int, dtype: torch.dtype, with_floats: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """Return the packed integers, scales and biases of ``groups`` for :func:`dequantize`.
 
-    Return None if integers exceed ``bits`` bits and are not those of MXFP4, if groups are not contiguous columns, or if
-    scales or biases are not finite in ``dtype``. Biases are None if weights are scales times signed integers.
+    Return None if integers exceed ``bits`` bits, if groups are not contiguous columns, or if scales or biases are not
+    finite in ``dtype``. Biases are None if weights are scales times signed integers. With ``with_floats``, weights in
+    MXFP4 are returned as floats.
     """
     if groups.order is not None:
         return None
@@ -146,7 +144,7 @@ def keep(
     if signed is not None:
         return _pack(signed.short(), bits), scales, None
     if int(groups.codes.max()) >= 1 << bits:
-        floats = _floats(groups, dtype) if bits == 4 else None
+        floats = _floats(groups, dtype) if with_floats and bits == 4 else None
         return None if floats is None else (*floats, None)
     unsigned = groups.codes.short() - (1 << (bits - 1))
     biases = groups.biases if groups.zeros is None else -groups.zeros * groups.scales

@@ -78,10 +78,11 @@ class Packer(Protocol):
     def pack(self, weight: torch.Tensor) -> Any:
         """Return the packed form of the matrix ``weight``. Raises :class:`ValueError` if it has none."""
 
-    def keep(self, groups: Groups, dtype: torch.dtype) -> Any:
+    def keep(self, groups: Groups, dtype: torch.dtype, of_experts: bool) -> Any:
         """Return the packed form of a file's integers and scales without changing them; ``None`` if that is impossible.
 
-        ``dtype`` is that of the model's weights. Scales are rounded to it, like other weights.
+        ``dtype`` is that of the model's weights. Scales are rounded to it, like other weights. ``of_experts`` is
+        whether the matrix is one of experts.
         """
 
     def install(self, layer: Any, packed: Any) -> type[PackedLayer]:
@@ -229,7 +230,7 @@ class Packing:
         packer: Any = self._packer
         try:
             if experts.are_plain(module):
-                return packer.pack_experts(module, functools.partial(self._kept, module))
+                return packer.pack_experts(module, functools.partial(self._kept, module, of_experts=True))
             weight = matrix(module)
             kept = self._kept(module, "weight", weight)
             return packer.pack(weight.detach()) if kept is None else kept
@@ -242,6 +243,7 @@ class Packing:
         name: str,
         weights: torch.Tensor,
         arranged: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        of_experts: bool = False,
     ) -> Any:
         """Return the packed form of a weight of ``module`` with the integers of the file, see :class:`FileIntegers`."""
         packer: Any = self._packer
@@ -254,7 +256,7 @@ class Packing:
         found = _assembled(whole, weights.flatten(0, -2)) if len(whole) == len(stored) else None
         if found is not None and arranged is not None:
             found = found.rows(arranged) if found.order is None else None
-        kept = None if found is None else packer.keep(found, weights.dtype)
+        kept = None if found is None else packer.keep(found, weights.dtype, of_experts)
         self.kept += kept is not None
         self.repacked += kept is None and packer.rounds
         return kept

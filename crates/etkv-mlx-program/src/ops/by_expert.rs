@@ -1,13 +1,14 @@
-//! Products with selected weights on a CPU: one product for each selected weight, with all of its rows.
+//! Products with selected weights: one product for each selected weight, with all of its rows.
 //!
-//! MLX would multiply row by row on one thread, and would convert floats to float32.
+//! On a CPU, MLX would multiply row by row on one thread, and would convert floats to float32. On CUDA, see
+//! [`many_rows`](super::many_rows).
 
 use mlx_rs::ops::{broadcast_to, concatenate};
 use mlx_rs::Array;
 
 use super::shape::Sizes;
 use crate::error::{fail, Result};
-use etkv::mlx::slice_axis;
+use etkv::mlx::{array_of, slice_axis};
 
 /// The rows of a product, grouped by weight: an order in which rows of the same weight are adjacent, and the number
 /// of rows of each weight.
@@ -56,7 +57,7 @@ pub fn multiply(
     let rows = broadcast_to(x, &all)?.reshape(&[n, m, features])?;
     let groups = Groups::new(indices);
     let rows = match &groups.order {
-        Some(order) => rows.take_axis(Array::from_slice(order, &[n]), 0)?,
+        Some(order) => rows.take_axis(array_of(order, &[n])?, 0)?,
         None => rows,
     };
     let mut made = Vec::with_capacity(groups.weights.len());
@@ -69,7 +70,7 @@ pub fn multiply(
     let outputs = made.first().map_or(0, |first| first.dim(2));
     let made = concatenate(&made, 1)?.reshape(&[n, m, outputs])?;
     let made = match &groups.order {
-        Some(order) => made.take_axis(Array::from_slice(&inverse(order), &[n]), 0)?,
+        Some(order) => made.take_axis(array_of(&inverse(order), &[n])?, 0)?,
         None => made,
     };
     let all: Sizes = leading.iter().copied().chain([m, outputs]).collect();

@@ -5,14 +5,15 @@
 //! H200, 7 % of products with selected weights had such rows (MLX 0.32.2). Fewer rows are multiplied by another
 //! kernel. So here weights are unpacked, or a few rows are multiplied at a time.
 
-use mlx_rs::ops::{broadcast_to, concatenate, matmul};
+use mlx_rs::ops::{broadcast_to, matmul};
 use mlx_rs::{Array, Dtype};
 
-use super::by_expert;
 use super::shape::{broadcast, Sizes};
 use super::weights::{as_rows, Weights};
+use super::{by_expert, linear};
 use crate::error::{fail, Result};
-use etkv::mlx::{self, slice_axis};
+use etkv::kernels::Product;
+use etkv::mlx::{self, cast, slice_axis};
 
 /// The maximum number of rows for which MLX uses the other kernel.
 const FEW: i32 = 7;
@@ -24,9 +25,10 @@ const MAX_UNPACKED: i32 = 1 << 26;
 /// many bytes as four products with packed weights.
 const ROWS_TO_UNPACK: i32 = 4;
 
-/// Returns whether MLX's product of `x` with packed weights may be wrong. It has `rows` rows in all.
-fn may_be_wrong(x: &Array, rows: usize) -> Result<bool> {
-    let is_half = matches!(x.dtype(), Dtype::Float16 | Dtype::Bfloat16);
+/// Returns whether MLX's product of `x` with packed weights may be wrong. It has `rows` rows in all. Other numbers of
+/// bits and sizes use other kernels, which are not tested here.
+fn may_be_wrong(x: &Array, weights: &Weights, rows: usize) -> Result<bool> {
+    let is_half = matches!(weights.product_dtype(x), Dtype::Float16 | Dtype::Bfloat16);
     Ok(is_half && rows > FEW as usize && !cfg!(target_os = "macos") && mlx::is_stream_on_gpu()?)
 }
 
@@ -34,7 +36,12 @@ fn may_be_wrong(x: &Array, rows: usize) -> Result<bool> {
 pub fn product(x: &Array, weights: &Weights, transpose: bool) -> Result<Array> {
     let rows = x.size() / x.shape().last().map_or(1, |&features| features.max(1) as usize);
     let matrices: i32 = weights.leading().iter().product();
-    if !transpose || !may_be_wrong(x, rows * matrices.max(1) as usize)? {
+    // On CUDA, MLX's product of such weights with several rows is wrong too, for 8 bits with 64 features and 4 bits
+    // with 128 features (MLX 0.32.2).
+    if transpose && rows > 1 && weights.has_one_group() && mlx::is_stream_on_gpu()? {
+        return unpacked_product(x, weights);
+    }
+    if !transpose || !may_be_wrong(x, weights, rows * matrices.max(1) as usize)? {
         return weights.product(x, transpose);
     }
     // With two products of few rows, a large weight takes a fraction of the time of unpacking it.
@@ -46,30 +53,54 @@ pub fn product(x: &Array, weights: &Weights, transpose: bool) -> Result<Array> {
 
 /// Multiplies `x` by a matrix, at most [`FEW`] rows at a time.
 fn rows_in_parts(x: &Array, weights: &Weights) -> Result<Array> {
-    let rows = x.reshape(&[-1, x.dim(-1)])?;
-    let n = rows.dim(0);
+    let rows = rows_of(x)?;
+    let n = rows.dim(1);
     let parts = (0..n)
         .step_by(FEW as usize)
-        .map(|start| weights.product(&slice_axis(&rows, 0, start, n.min(start + FEW), 1)?, true))
+        .map(|start| weights.product(&slice_axis(&rows, 1, start, n.min(start + FEW), 1)?, true))
         .collect::<Result<Vec<_>>>()?;
-    let mut shape = Sizes::from_slice(x.shape());
-    shape.pop();
-    shape.push(weights.outputs());
-    Ok(joined(&parts, 0)?.reshape(&shape)?)
+    with_outputs(&mlx::joined(&parts, 1)?, x, weights.outputs())
 }
 
 fn unpacked_product(x: &Array, weights: &Weights) -> Result<Array> {
+    let dtype = weights.product_dtype(x);
+    let x = &cast(x, dtype)?;
     let (inputs, outputs) = (x.dim(-1), weights.outputs());
     let matrices: i32 = weights.leading().iter().product();
     let each = (MAX_UNPACKED / inputs.max(1) / matrices.max(1)).clamp(1, outputs.max(1));
     let parts = (0..outputs)
         .step_by(each as usize)
         .map(|start| {
-            let part = weights.of_outputs(start..outputs.min(start + each))?;
-            Ok(matmul(x, part.unpacked(x.dtype())?.swap_axes(-1, -2)?)?)
+            let part = weights.of_outputs(start..outputs.min(start + each))?.unpacked(dtype)?;
+            let made = match part.ndim() {
+                2 => linear::linear(&Product::plain(&rows_of(x)?, &part, false))?,
+                _ => matmul(x, part.swap_axes(-1, -2)?)?,
+            };
+            // MLX would otherwise unpack several parts before it multiplies the first one.
+            if each < outputs {
+                made.eval()?;
+            }
+            Ok(made)
         })
         .collect::<Result<Vec<_>>>()?;
-    joined(&parts, -1)
+    let made = mlx::joined(&parts, -1)?;
+    match weights.leading().is_empty() {
+        true => with_outputs(&made, x, outputs),
+        false => Ok(made),
+    }
+}
+
+/// Returns the rows of `x` as `[1, rows, in]`.
+fn rows_of(x: &Array) -> Result<Array> {
+    Ok(x.reshape(&[1, -1, x.dim(-1)])?)
+}
+
+/// Returns the rows of `made` with the leading axes of `x`.
+fn with_outputs(made: &Array, x: &Array, outputs: i32) -> Result<Array> {
+    let mut shape = Sizes::from_slice(x.shape());
+    shape.pop();
+    shape.push(outputs);
+    Ok(made.reshape(&shape)?)
 }
 
 /// Returns products of matrices of `x`, `[.., m, in]`, with rows of packed weights, which indices select as in
@@ -88,7 +119,7 @@ pub fn gathered(
         fail!(Program, "expected indices whose shapes broadcast, got {left:?} and {right:?}");
     };
     let n: i32 = leading.iter().product();
-    match may_be_wrong(x, n as usize * m as usize)? {
+    match may_be_wrong(x, weights, n as usize * m as usize)? {
         true => Ok(Some(selected(x, weights, [lhs, rhs], &leading)?)),
         false => Ok(None),
     }
@@ -124,9 +155,8 @@ fn selected(
 
 /// Multiplies `[n, m, in]` by one weight after the other, each with all of its rows.
 fn each_weight(rows: &Array, weights: &Weights, indices: &Array) -> Result<Array> {
-    let indices = indices.as_dtype(Dtype::Int32)?.contiguous()?;
-    indices.eval()?;
-    by_expert::multiply(rows, indices.as_slice(), indices.shape(), |rows, index| {
+    let indices = mlx::elements::<i32>(&cast(indices, Dtype::Int32)?.contiguous()?)?;
+    by_expert::multiply(rows, &indices, &[rows.dim(0)], |rows, index| {
         product(rows, &weights.matrix(index)?, true)
     })
 }
@@ -141,14 +171,7 @@ fn few_at_a_time(rows: &Array, weights: &Weights, indices: &Array) -> Result<Arr
             weights.gathered(&as_rows(of(rows)?)?, [None, Some(&of(indices)?)], true, false)
         })
         .collect::<Result<Vec<_>>>()?;
-    joined(&parts, 0)
-}
-
-fn joined(parts: &[Array], axis: i32) -> Result<Array> {
-    match parts {
-        [whole] => Ok(whole.clone()),
-        _ => Ok(concatenate(parts, axis)?),
-    }
+    mlx::joined(&parts, 0)
 }
 
 #[cfg(test)]
@@ -158,7 +181,7 @@ mod tests {
 
     use super::*;
     use crate::ir::{Packing, PackingMode};
-    use etkv::mlx::{call, cast, check, optional_int};
+    use etkv::mlx::{call, check, optional_int};
 
     const PACKINGS: [Packing; 3] = [
         Packing { mode: PackingMode::Affine, group_size: 32, bits: 4 },
@@ -194,13 +217,14 @@ mod tests {
     }
 
     /// Checks the products of `x` with weights. The expected ones are computed in the same evaluation, so that a GPU is
-    /// busy with them. MLX's kernel is wrong only then.
+    /// busy with them. MLX's kernel is wrong only then, and wrong rows are off by a quarter or more. On a CPU, MLX sums
+    /// products in half precision in that precision.
     fn assert_right(made: &Array, x: &Array, unpacked: &Array) -> Result<()> {
         let wide = |array| cast(array, Dtype::Float32);
         let expected = matmul(wide(x)?, unpacked.swap_axes(-1, -2)?)?;
         let difference = max(abs(subtract(wide(made)?, &expected)?)?, None)?;
         let error = difference.divide(max(abs(expected)?, None)?)?.item_exact::<f32>();
-        assert!(error < 0.05, "{:?} of {:?}: off by {error}", x.shape(), x.dtype());
+        assert!(error < 0.15, "{:?} of {:?}: off by {error}", x.shape(), x.dtype());
         Ok(())
     }
 
@@ -208,6 +232,7 @@ mod tests {
     /// weights of this size.
     fn on_each(run: impl Fn(&Weights, &Array, Dtype) -> Result<()>) {
         mlx::run(|| {
+            mlx_rs::random::seed(1)?;
             let shape = if mlx::on_gpu()? { [32, 5760, 2880] } else { [5, 64, 192] };
             for packing in PACKINGS {
                 for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
@@ -264,14 +289,43 @@ mod tests {
     #[test]
     fn indices_of_both_sides() {
         mlx::run(|| {
+            mlx_rs::random::seed(1)?;
             let weights = packed(&[4, 32, 64], Dtype::Float32, PACKINGS[0])?;
-            let x = numbers(&[3, 1, 64], Dtype::Float32)?;
             let of = |indices: &[u32], shape: &[i32]| Array::from_slice(indices, shape);
             let (lhs, rhs) = (of(&[2, 0], &[2, 1]), of(&[3, 1, 1], &[3]));
-            let expected = weights.gathered(&x, [Some(&lhs), Some(&rhs)], true, false)?;
-            assert_eq!(expected.shape(), [2, 3, 1, 32]);
-            let made = selected(&x, &weights, [Some(&lhs), Some(&rhs)], &[2, 3])?;
-            assert!(made.all_close(&expected, None, None, None)?);
+            for m in [1, 3, 9] {
+                let x = numbers(&[3, m, 64], Dtype::Float32)?;
+                for (indices, leading) in [
+                    ([Some(&lhs), Some(&rhs)], &[2, 3][..]),
+                    ([Some(&lhs), None], &[2, 4]),
+                    ([None, Some(&rhs)], &[3]),
+                ] {
+                    let expected = weights.gathered(&x, indices, true, false)?;
+                    assert_eq!(expected.shape(), [leading, &[m, 32]].concat());
+                    let made = selected(&x, &weights, indices, leading)?;
+                    assert!(made.all_close(&expected, None, None, None)?);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn results_have_the_dtype_of_mlx() {
+        mlx::run(|| {
+            for (rows, scales) in [
+                (Dtype::Bfloat16, Dtype::Float32),
+                (Dtype::Float16, Dtype::Float16),
+                (Dtype::Float32, Dtype::Float32),
+            ] {
+                let weights = packed(&[32, 64], scales, PACKINGS[0])?;
+                let x = numbers(&[2, 5, 64], rows)?;
+                let expected = weights.product(&x, true)?;
+                for made in [unpacked_product(&x, &weights)?, rows_in_parts(&x, &weights)?] {
+                    assert_eq!((made.dtype(), made.shape()), (expected.dtype(), expected.shape()));
+                }
+            }
             Ok(())
         })
         .unwrap();

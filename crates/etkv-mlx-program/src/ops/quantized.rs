@@ -121,7 +121,7 @@ pub fn run_quantized_matmul(
         return many_rows::product(x, &packed.weights(), transpose);
     };
     let linear = |x: &Array| match frame.on_gpu() {
-        true => linear_on_gpu(x, &packed),
+        true => many_rows::product(x, &packed.weights(), true),
         false => linear_on_cpu(x, &packed),
     };
     if let [1, _] = leading {
@@ -130,16 +130,6 @@ pub fn run_quantized_matmul(
     let product = linear(&x.reshape(&[1, -1, features])?)?;
     let shape: Sizes = leading.iter().copied().chain([product.dim(2)]).collect();
     Ok(product.reshape(&shape)?)
-}
-
-/// Multiplies by MLX's packed product, except for weights with one group per row. On CUDA, MLX's product of such
-/// weights with several rows is wrong, for 8 bits with 64 features and 4 bits with 128 features (MLX 0.32.2).
-fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
-    let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
-    if rows > 1 && groups == 1 {
-        return Ok(matmul(x, packed.unpack()?.transpose_axes(&[1, 0])?)?);
-    }
-    many_rows::product(x, &packed.weights(), true)
 }
 
 /// The maximum elements of a weight that, in float32, fit the caches of an x86-64 processor: 32 MB.

@@ -110,37 +110,50 @@ impl Weights {
         cast(&made, dtype)
     }
 
-    /// Returns `x` in the dtype of its product with floats. On a CPU, MLX's products in half precision take 15 to 30
-    /// times as long as in float32.
-    fn widened(&self, x: &Array) -> Result<Array> {
-        let dtype = match self.packing.mode {
-            PackingMode::Affine => x.dtype(),
-            _ if mlx::is_stream_on_gpu()? => x.dtype(),
-            _ => Dtype::Float32,
-        };
-        cast(x, dtype)
+    /// Whether a row has a single group.
+    pub fn has_one_group(&self) -> bool {
+        self.scales.shape().last() == Some(&1)
+    }
+
+    /// Returns the dtype of products with `x`: that of `x`, unless scales have another one.
+    pub fn product_dtype(&self, x: &Array) -> Dtype {
+        match self.packing.mode {
+            PackingMode::Affine if self.scales.dtype() != x.dtype() => Dtype::Float32,
+            _ => x.dtype(),
+        }
+    }
+
+    /// Calls `product` with `x`. On a CPU, MLX's products of half precision with packed floats take 15 to 30 times as
+    /// long as in float32, so `x` is then float32.
+    fn widened(&self, x: &Array, product: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
+        let is_half = matches!(x.dtype(), Dtype::Float16 | Dtype::Bfloat16);
+        if self.packing.mode == PackingMode::Affine || !is_half || mlx::is_stream_on_gpu()? {
+            return product(x);
+        }
+        cast(&product(&cast(x, Dtype::Float32)?)?, x.dtype())
     }
 
     /// Returns MLX's product of `x` with the weights. `transpose` multiplies by rows of the weights.
     pub fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
         let Packing { group_size, bits, .. } = self.packing;
-        let wide = self.widened(x)?;
-        // SAFETY: the arrays outlive the call.
-        let made = call(|made, stream| unsafe {
-            mlx_sys::mlx_quantized_matmul(
-                made,
-                wide.as_ptr(),
-                self.w.as_ptr(),
-                self.scales.as_ptr(),
-                handle(self.biases.as_ref()),
-                transpose,
-                optional_int(group_size),
-                optional_int(bits),
-                self.packing.name().as_ptr(),
-                stream,
-            )
-        })?;
-        cast(&made, x.dtype())
+        let product = |x: &Array| {
+            // SAFETY: the arrays outlive the call.
+            call(|made, stream| unsafe {
+                mlx_sys::mlx_quantized_matmul(
+                    made,
+                    x.as_ptr(),
+                    self.w.as_ptr(),
+                    self.scales.as_ptr(),
+                    handle(self.biases.as_ref()),
+                    transpose,
+                    optional_int(group_size),
+                    optional_int(bits),
+                    self.packing.name().as_ptr(),
+                    stream,
+                )
+            })
+        };
+        self.widened(x, product)
     }
 
     /// Returns MLX's products of matrices of `x` with matrices of the weights, which indices select. Indices are
@@ -153,25 +166,26 @@ impl Weights {
         sorted: bool,
     ) -> Result<Array> {
         let Packing { group_size, bits, .. } = self.packing;
-        let wide = self.widened(x)?;
-        // SAFETY: the arrays outlive the call.
-        let made = call(|made, stream| unsafe {
-            mlx_sys::mlx_gather_qmm(
-                made,
-                wide.as_ptr(),
-                self.w.as_ptr(),
-                self.scales.as_ptr(),
-                handle(self.biases.as_ref()),
-                handle(lhs),
-                handle(rhs),
-                transpose,
-                optional_int(group_size),
-                optional_int(bits),
-                self.packing.name().as_ptr(),
-                sorted,
-                stream,
-            )
-        })?;
-        cast(&made, x.dtype())
+        let product = |x: &Array| {
+            // SAFETY: the arrays outlive the call.
+            call(|made, stream| unsafe {
+                mlx_sys::mlx_gather_qmm(
+                    made,
+                    x.as_ptr(),
+                    self.w.as_ptr(),
+                    self.scales.as_ptr(),
+                    handle(self.biases.as_ref()),
+                    handle(lhs),
+                    handle(rhs),
+                    transpose,
+                    optional_int(group_size),
+                    optional_int(bits),
+                    self.packing.name().as_ptr(),
+                    sorted,
+                    stream,
+                )
+            })
+        };
+        self.widened(x, product)
     }
 }

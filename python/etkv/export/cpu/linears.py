@@ -76,7 +76,9 @@ class Packer:
         fmt = WeightFormat(self._name, self._group(largest_group(weight.shape[1])))
         return self._filled(weight.shape, fmt, lambda rows: fmt.pack(weight[rows])), fmt
 
-    def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[torch.Tensor, WeightFormat] | None:
+    def keep(
+        self, groups: Groups, dtype: torch.dtype, of_experts: bool = False
+    ) -> tuple[torch.Tensor, WeightFormat] | None:
         """Return packed integers and scales of a file, and their format; None if no format holds them, or if scales or
         biases are not finite.
 

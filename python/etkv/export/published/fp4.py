@@ -1,7 +1,7 @@
 """NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements.
 
 Such a float is half of an integer from -12 to 12. So a program with integers of 8 bits can have these weights exactly.
-Programs with weights of 4 bits keep the floats of MXFP4.
+CPU programs store floats of MXFP4 in 4 bits, and so do experts on MLX in `4w`.
 """
 
 from __future__ import annotations
