@@ -5,7 +5,6 @@ use mlx_rs::{Array, Dtype};
 use super::calls::{decode, Arguments};
 use super::indexing::{check_range, read_range};
 use super::packed::packing;
-use super::quantized::Packed;
 use super::weights::{as_rows, handle, Weights};
 use super::{by_expert, linear, many_rows, quantized};
 use crate::dtype::is_float;
@@ -140,20 +139,17 @@ pub fn run_gather_qmm(
 ) -> Result<Array> {
     let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let first = 3 + usize::from(biases);
+    let biases = if biases { Some(arguments.tensor(3)?) } else { None };
+    let weights = Weights::new([w, arguments.tensor(2)?], biases, packing);
     if packing.mode == PackingMode::Affine && transpose {
         if let Some((indices, leading)) = chosen(arguments, first, w, [lhs, rhs])? {
-            let (scales, biases) = (arguments.tensor(2)?, arguments.tensor(3)?);
             return by_expert::multiply(x, &indices, leading, |rows, index| {
-                let [w, scales, biases] = [w, scales, biases].map(|parts| matrix(parts, index));
-                let (w, scales, biases) = (&w?, &scales?, &biases?);
-                quantized::linear_on_cpu(rows, &Packed { w, scales, biases, packing })
+                quantized::linear_on_cpu(rows, &weights.matrix(index)?)
             });
         }
     }
     check(arguments, first, lhs, x)?;
     check(arguments, first + usize::from(lhs), rhs, w)?;
-    let biases = if biases { Some(arguments.tensor(3)?) } else { None };
-    let weights = Weights::new([w, arguments.tensor(2)?], biases, packing);
     let left = indices(arguments, first, lhs)?;
     let right = indices(arguments, first + usize::from(lhs), rhs)?;
     let indices = [left.as_ref(), right.as_ref()];

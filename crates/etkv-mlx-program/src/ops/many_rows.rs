@@ -29,7 +29,9 @@ const ROWS_TO_UNPACK: i32 = 4;
 /// bits and sizes use other kernels, which are not tested here.
 fn may_be_wrong(x: &Array, weights: &Weights, rows: usize) -> Result<bool> {
     let is_half = matches!(weights.product_dtype(x), Dtype::Float16 | Dtype::Bfloat16);
-    Ok(is_half && rows > FEW as usize && !cfg!(target_os = "macos") && mlx::is_stream_on_gpu()?)
+    // MLX reports weights of other shapes.
+    let can_be = is_half && weights.are_matrices();
+    Ok(can_be && rows > FEW as usize && !cfg!(target_os = "macos") && mlx::is_stream_on_gpu()?)
 }
 
 /// Returns the product of `x`, `[.., rows, in]`, with packed weights. `transpose` multiplies by rows of the weights.
@@ -38,7 +40,12 @@ pub fn product(x: &Array, weights: &Weights, transpose: bool) -> Result<Array> {
     let matrices: i32 = weights.leading().iter().product();
     // On CUDA, MLX's product of such weights with several rows is wrong too, for 8 bits with 64 features and 4 bits
     // with 128 features (MLX 0.32.2).
-    if transpose && rows > 1 && weights.has_one_group() && mlx::is_stream_on_gpu()? {
+    if transpose
+        && rows > 1
+        && weights.are_matrices()
+        && weights.has_one_group()
+        && mlx::is_stream_on_gpu()?
+    {
         return unpacked_product(x, weights);
     }
     if !transpose || !may_be_wrong(x, weights, rows * matrices.max(1) as usize)? {

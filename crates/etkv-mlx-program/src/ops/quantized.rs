@@ -1,7 +1,5 @@
 //! Products with weights of a few bits, and rows of such weights.
 
-use std::ops::Range;
-
 use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype};
 
@@ -14,10 +12,10 @@ use super::weights::Weights;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::ir::{Affine, Function, Instruction, Op, Packing, PackingMode, Value};
+use crate::ir::{Affine, Function, Instruction, Op, PackingMode, Value};
 use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
-use etkv::mlx::{self, cast, slice_axis};
+use etkv::mlx::{self, cast};
 
 pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Result<Instruction> {
     let packing = packing(node.mode(), node.group_size(), node.bits(), node.biases().is_some())?;
@@ -68,61 +66,37 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// A packed matrix: `bits` bits per element, a scale and a bias for each group.
-pub struct Packed<'a> {
-    pub w: &'a Array,
-    pub scales: &'a Array,
-    pub biases: &'a Array,
-    pub packing: Packing,
-}
-
-impl<'a> Packed<'a> {
-    fn of(
-        frame: &'a Frame,
-        [w, scales]: [Value; 2],
-        biases: Option<Value>,
-        packing: Affine,
-    ) -> Result<Self> {
-        let Some(biases) = biases else {
-            fail!(Program, "expected biases with affine quantization, got none");
-        };
-        let (w, scales, biases) = (frame.tensor(w)?, frame.tensor(scales)?, frame.tensor(biases)?);
-        Ok(Self { w, scales, biases, packing: packing.into() })
-    }
-
-    fn weights(&self) -> Weights {
-        Weights::new([self.w, self.scales], Some(self.biases), self.packing)
-    }
-
-    /// Returns the matrix in the dtype of its scales. It is unpacked in float32 and rounded once: unpacking in half
-    /// precision has three times the error.
-    fn unpack(&self) -> Result<Array> {
-        let Packing { group_size, bits, .. } = self.packing;
-        let wide = |array| cast(array, Dtype::Float32);
-        let (scales, biases) = (wide(self.scales)?, wide(self.biases)?);
-        let matrix = mlx_rs::ops::dequantize(self.w, scales, &biases, group_size, bits)?;
-        cast(&matrix, self.scales.dtype())
-    }
+fn weights(
+    frame: &Frame,
+    [w, scales]: [Value; 2],
+    biases: Option<Value>,
+    packing: Affine,
+) -> Result<Weights> {
+    let Some(biases) = biases else {
+        fail!(Program, "expected biases with affine quantization, got none");
+    };
+    let packed = [frame.tensor(w)?, frame.tensor(scales)?];
+    Ok(Weights::new(packed, Some(frame.tensor(biases)?), packing.into()))
 }
 
 pub fn run_quantized_matmul(
     frame: &Frame,
     x: Value,
-    [w, scales]: [Value; 2],
+    weight: [Value; 2],
     biases: Option<Value>,
     packing: Affine,
     transpose: bool,
 ) -> Result<Array> {
-    let packed = Packed::of(frame, [w, scales], biases, packing)?;
+    let weights = weights(frame, weight, biases, packing)?;
     let x = frame.tensor(x)?;
     // Multiplies `[..., features]` by the rows of a weight, as in a linear layer.
-    let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
+    let is_linear = transpose && x.size() > 0 && weights.are_one_matrix();
     let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
-        return many_rows::product(x, &packed.weights(), transpose);
+        return many_rows::product(x, &weights, transpose);
     };
     let linear = |x: &Array| match frame.on_gpu() {
-        true => many_rows::product(x, &packed.weights(), true),
-        false => linear_on_cpu(x, &packed),
+        true => many_rows::product(x, &weights, true),
+        false => linear_on_cpu(x, &weights),
     };
     if let [1, _] = leading {
         return linear(x);
@@ -143,10 +117,10 @@ const CACHED_ELEMENTS: i64 = 8 << 20;
 /// etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6 to 8 in half
 /// precision. If the unpacked weight does not fit the caches, they take the same time at two to three times these
 /// numbers of rows.
-pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
+pub fn linear_on_cpu(x: &Array, weights: &Weights) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let is_float = dtype == Dtype::Float32;
-    let elements = i64::from(packed.w.dim(0)) * i64::from(x.dim(2));
+    let elements = i64::from(weights.outputs()) * i64::from(x.dim(2));
     let unpack_from = match (is_float, elements < CACHED_ELEMENTS) {
         (true, true) => 4,
         (true, false) => 10,
@@ -154,38 +128,21 @@ pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
         (false, false) => 16,
     };
     if rows < unpack_from {
-        let wide = Packed {
-            scales: &cast(packed.scales, Dtype::Float32)?,
-            biases: &cast(packed.biases, Dtype::Float32)?,
-            ..*packed
-        };
-        let x = cast(x, Dtype::Float32)?;
-        let outputs = packed.w.dim(0);
-        let shared =
-            mlx::shared(outputs, x.size() as i64, |range| packed_outputs(&x, &wide, range))?;
+        let (wide, x) = (weights.in_float32()?, cast(x, Dtype::Float32)?);
+        let shared = mlx::shared(wide.outputs(), x.size() as i64, |range| {
+            wide.of_outputs(range)?.product(&x, true)
+        })?;
         let product = match shared {
             Some(product) => product,
-            None => packed_product(&x, &wide, true)?,
+            None => wide.product(&x, true)?,
         };
         return cast(&product, dtype);
     }
-    let w = packed.unpack()?;
+    let w = weights.unpacked(weights.dtype())?;
     // The weight is the left factor, in its stored layout. BLAS would traverse a right factor along its short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
     let product = matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?;
     cast(&product, dtype)
-}
-
-fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {
-    packed.weights().product(x, transpose)
-}
-
-/// Returns a range of the outputs of a packed product.
-fn packed_outputs(x: &Array, packed: &Packed, range: Range<i32>) -> Result<Array> {
-    let part = |array| slice_axis(array, 0, range.start, range.end, 1);
-    let (w, scales, biases) = (part(packed.w)?, part(packed.scales)?, part(packed.biases)?);
-    let part = Packed { w: &w, scales: &scales, biases: &biases, packing: packed.packing };
-    packed_product(x, &part, true)
 }
 
 pub fn run_dequantize(
@@ -195,7 +152,8 @@ pub fn run_dequantize(
     packing: Affine,
     dtype: Option<Dtype>,
 ) -> Result<Array> {
-    let values = Packed::of(frame, weight, biases, packing)?.unpack()?;
+    let weights = weights(frame, weight, biases, packing)?;
+    let values = weights.unpacked(weights.dtype())?;
     match dtype {
         Some(dtype) => cast(&values, dtype),
         None => Ok(values),
@@ -216,11 +174,11 @@ mod tests {
             for bits in [4, 8] {
                 let packing = Affine { group_size: 32, bits }.into();
                 let (w, scales, biases) = quantize(numbers(&[48, 64])?, 32, bits)?;
-                let packed = Packed { w: &w, scales: &scales, biases: &biases, packing };
+                let weights = Weights::new([&w, &scales], Some(&biases), packing);
                 let x = numbers(&[1, 3, 64])?;
-                let whole = packed_product(&x, &packed, true)?;
+                let whole = weights.product(&x, true)?;
                 let parts: Vec<Array> = [0..16, 16..40, 40..48]
-                    .map(|range| packed_outputs(&x, &packed, range))
+                    .map(|range| weights.of_outputs(range)?.product(&x, true))
                     .into_iter()
                     .collect::<Result<_>>()?;
                 assert!(concatenate(&parts, -1)?.eq_values(&whole)?);

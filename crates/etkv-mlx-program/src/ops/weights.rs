@@ -51,6 +51,30 @@ impl Weights {
         Self { w: w.clone(), scales: scales.clone(), biases: biases.cloned(), packing }
     }
 
+    /// Whether all parts are matrices, or stacks of as many axes.
+    pub fn are_matrices(&self) -> bool {
+        let axes = self.w.ndim();
+        let parts = [Some(&self.scales), self.biases.as_ref()];
+        axes >= 2 && parts.into_iter().flatten().all(|part| part.ndim() == axes)
+    }
+
+    /// Whether the weights are one matrix.
+    pub fn are_one_matrix(&self) -> bool {
+        self.w.ndim() == 2
+    }
+
+    /// The dtype of the scales.
+    pub fn dtype(&self) -> Dtype {
+        self.scales.dtype()
+    }
+
+    /// Returns the same weights with scales and biases in float32.
+    pub fn in_float32(&self) -> Result<Self> {
+        let wide = |part| cast(part, Dtype::Float32);
+        let biases = self.biases.as_ref().map(wide).transpose()?;
+        Ok(Self { scales: wide(&self.scales)?, biases, ..self.clone() })
+    }
+
     /// The axes before those of a matrix.
     pub fn leading(&self) -> &[i32] {
         self.w.shape().split_last_chunk::<2>().map_or(&[], |(leading, _)| leading)
@@ -78,32 +102,31 @@ impl Weights {
 
     /// Returns the weights of some outputs.
     pub fn of_outputs(&self, outputs: Range<i32>) -> Result<Self> {
-        self.map(|part| slice_axis(part, part.ndim() - 2, outputs.start, outputs.end, 1))
+        self.map(|part| {
+            slice_axis(part, part.ndim().saturating_sub(2), outputs.start, outputs.end, 1)
+        })
     }
 
     /// Returns the weights in `dtype`. Scales and biases are applied in float32, and the result is rounded once: in
     /// half precision the error would be three times as large.
     pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
-        let (scales, biases, wide) = match &self.biases {
-            Some(biases) => {
-                let wide = Dtype::Float32;
-                (cast(&self.scales, wide)?, Some(cast(biases, wide)?), wide)
-            }
-            None => (self.scales.clone(), None, dtype),
+        let (wide, of_result) = match self.packing.mode {
+            PackingMode::Affine => (self.in_float32()?, Dtype::Float32),
+            _ => (self.clone(), dtype),
         };
         let Packing { group_size, bits, .. } = self.packing;
         // SAFETY: the arrays outlive the call.
         let made = call(|made, stream| unsafe {
             mlx_sys::mlx_dequantize(
                 made,
-                self.w.as_ptr(),
-                scales.as_ptr(),
-                handle(biases.as_ref()),
+                wide.w.as_ptr(),
+                wide.scales.as_ptr(),
+                handle(wide.biases.as_ref()),
                 optional_int(group_size),
                 optional_int(bits),
-                self.packing.name().as_ptr(),
+                wide.packing.name().as_ptr(),
                 none(),
-                mlx_sys::mlx_optional_dtype { value: wide.into(), has_value: true },
+                mlx_sys::mlx_optional_dtype { value: of_result.into(), has_value: true },
                 stream,
             )
         })?;
