@@ -229,10 +229,15 @@ mod tests {
     fn assert_right(made: &Array, x: &Array, unpacked: &Array) -> Result<()> {
         let wide = |array| cast(array, Dtype::Float32);
         let expected = matmul(wide(x)?, unpacked.swap_axes(-1, -2)?)?;
-        let difference = max(abs(subtract(wide(made)?, &expected)?)?, None)?;
-        let error = difference.divide(max(abs(expected)?, None)?)?.item_exact::<f32>();
+        let error = error(&wide(made)?, &expected)?;
         assert!(error < 0.15, "{:?} of {:?}: off by {error}", x.shape(), x.dtype());
         Ok(())
+    }
+
+    /// Returns the maximum difference, relative to the largest expected number.
+    fn error(made: &Array, expected: &Array) -> Result<f32> {
+        let difference = max(abs(subtract(made, expected)?)?, None)?;
+        Ok(difference.divide(max(abs(expected)?, None)?)?.item_exact::<f32>())
     }
 
     /// Runs a test with weights of each packing and dtype. On a GPU, MLX's kernel was wrong in 7 % of products with
@@ -310,7 +315,9 @@ mod tests {
                     let expected = weights.gathered(&x, indices, true, false)?;
                     assert_eq!(expected.shape(), [leading, &[m, 32]].concat());
                     let made = selected(&x, &weights, indices, leading)?;
-                    assert!(made.all_close(&expected, None, None, None)?);
+                    // Kernels of a GPU sum in other orders.
+                    let error = error(&made, &expected)?;
+                    assert!(error < 1e-5, "{indices:?}, {m} rows: off by {error}");
                 }
             }
             Ok(())
