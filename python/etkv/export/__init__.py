@@ -72,7 +72,18 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import attention, check, latent, lowering, position_scale, recurrent, rope, sparsity, text_part
+    from etkv.export import (
+        attention,
+        check,
+        faster,
+        latent,
+        lowering,
+        position_scale,
+        recurrent,
+        rope,
+        sparsity,
+        text_part,
+    )
     from etkv.export.packing import Packing, without_products
     from etkv.export.scratch import Scratch
 
@@ -87,6 +98,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         tokenizer = source.read_tokenizer(origin)
     family = config.model_type
     with contextlib.ExitStack() as scratches:
+        scratches.enter_context(faster.faster())
         for folder in dict.fromkeys(filter(None, (request.output.parent, request.keep_hf))):
             for leftover in staging.remove_leftovers(folder):
                 progress.note(f"removed {leftover}, which a killed export had left")
