@@ -33,7 +33,7 @@ void what_a_program_tells() {
     CHECK_INT(layer.window, 0);
   }
   CHECK_INT(params.prefill_chunk_size, kMaxTokens);
-  CHECK_INT(params.max_context_length, 256);
+  CHECK_INT(params.max_context_length, 2048);
 
   Module absent("/nowhere/model.pte");
   CHECK_REFUSED(

@@ -1,38 +1,16 @@
-"""Exports programs for the CPU, and runs them in Python."""
+"""Runs programs in Python."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import etkv
-import reference
-from etkv.export import ExportRequest
-from reference import Program, Variant
 
 CAPACITY = 256
-
-
-def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
-    """Return the programs of ``variants`` for the CPU. Export those that are missing or stale."""
-    requests = {variant: request(variant) for variant in variants}
-    reference.export(list(requests.values()))
-    return {variant: Program(variant, made.output, made.keep_hf) for variant, made in requests.items()}
-
-
-def program(variant: Variant) -> Program:
-    return programs([variant])[variant]
-
-
-def request(variant: Variant, **changes: Any) -> ExportRequest:
-    """Return the request that exports ``variant`` for the CPU to ``build/models/cpu-*/``."""
-    folder = reference.MODELS / f"cpu-{variant.name}"
-    changes = {"output": folder / "model.pte", "keep_hf": folder / "hf", **changes}
-    return dataclasses.replace(reference.request(variant), backend="cpu", **changes)
 
 
 def session(path: Path) -> etkv.DecodeSession:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import cpu_programs
 import reference
 import runners
 import test_cpu_programs
@@ -19,16 +18,14 @@ import tiny_models
 sys.path.append(str(reference.ROOT / "tests/cpp"))
 import models as of_cpp
 
+FILES = (runners, test_cpu_programs, test_export, test_families, test_model_precision, test_outputs, test_passes)
+
 
 def main() -> None:
-    files = (test_export, test_families, test_model_precision, test_outputs, test_passes)
-    variants = {variant for file in files for variant in file.VARIANTS} | set(test_model_precision.SMOLLM2)
-    reference.programs(sorted(variants, key=str))
-    requests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
-    requests += [cpu_programs.request(variant) for variant in test_cpu_programs.VARIANTS]
-    requests.append(test_cpu_programs.draft_request())
-    requests += [runners.request_with_longer_context(name, **options) for name, options in runners.LONGER]
-    reference.export(requests)
+    variants = {variant for file in FILES for variant in file.VARIANTS} | set(test_model_precision.SMOLLM2)
+    requests = [reference.request(variant) for variant in sorted(variants, key=str)]
+    of_tests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
+    reference.export([*requests, *of_tests])
 
 
 if __name__ == "__main__":

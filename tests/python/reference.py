@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,9 @@ PROMPT = [60, 61, 62, 63, 64, 65, 66]
 
 @dataclass(frozen=True)
 class Variant:
-    """The arguments of one export: a model, its dtype and quantization, and the program's layers and outputs."""
+    """The arguments of one export: a model, its dtype and quantization, the program's layers and outputs, the maximum
+    tokens of a step if they are not the default, and the backend.
+    """
 
     model: str
     dtype: str = "f32"
@@ -95,20 +97,29 @@ class Variant:
     layers: int | None = None
     logits: str = "all"
     tap_layers: tuple[int, ...] = ()
+    draft: int | None = None
+    prefill_chunk: int | None = None
+    backend: str = "mlx"
 
     @property
     def name(self) -> str:
         """Return the name of the program's folder."""
-        parts = [self.model, self.dtype, self.quantize]
+        parts = ["cpu" if self.backend == "cpu" else None, self.model, self.dtype, self.quantize]
         if self.model not in tiny_models.CONFIGS and self.dtype == "f32":
             parts.remove("f32")
         parts.append(f"layers{self.layers}" if self.layers else None)
+        parts.append(f"draft{self.draft}" if self.draft else None)
         parts.append(self.logits if self.logits != "all" else None)
         parts.append("-".join(["taps", *map(str, self.tap_layers)]) if self.tap_layers else None)
+        parts.append(f"chunk{self.prefill_chunk}" if self.prefill_chunk else None)
         return "-".join(part for part in parts if part)
 
     def __str__(self) -> str:
         return self.name
+
+    def on(self, backend: str) -> Variant:
+        """Return the same variant for ``backend``."""
+        return replace(self, backend=backend)
 
 
 LONG = {
@@ -140,7 +151,7 @@ untied heads.
 
 @dataclass(frozen=True)
 class Program:
-    """An exported program, and the Hugging Face folder with its weights."""
+    """An exported program, and the Hugging Face folder with its weights. For a draft these are the model's weights."""
 
     variant: Variant
     path: Path
@@ -161,7 +172,7 @@ def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
     """Return the programs of ``variants``. Export missing or stale ones, two at a time."""
     requests = {variant: request(variant) for variant in variants}
     export(list(requests.values()))
-    return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
+    return {variant: Program(variant, made.output, made.keep_hf or made.model) for variant, made in requests.items()}
 
 
 def export(requests: Sequence[ExportRequest]) -> None:
@@ -194,11 +205,13 @@ def request(variant: Variant) -> ExportRequest:
     return ExportRequest(
         model=tiny_source(variant.model) if tiny else _package_source(variant),
         output=folder / "model.pte",
+        backend=variant.backend,
         dtype=DTYPES[variant.dtype],
         quantize=variant.quantize,
-        prefill_chunk=TINY_CHUNK if tiny else None,
-        keep_hf=folder / "hf",
+        prefill_chunk=variant.prefill_chunk or (TINY_CHUNK if tiny else None),
+        keep_hf=None if variant.draft else folder / "hf",
         layers=variant.layers,
+        draft=variant.draft,
         logits=variant.logits,
         tap_layers=variant.tap_layers,
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import reference
-from etkv.export import ExportRequest
 from reference import EVERYTHING, Program, Variant
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -37,7 +34,6 @@ FORMATS = [
 QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
 MAX = 64
 """Maximum tokens of an answer."""
-CONTEXT = 2048
 
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Options for three different prompts."""
@@ -52,38 +48,19 @@ def runner(name: str) -> Path:
     return reference.BIN / f"etkv_{name}"
 
 
-LONGER = [
-    *(("tiny-llama", options) for options in ({}, {"logits": "last"})),
-    *(("tiny-qwen3", options) for options in ({}, {"layers": 1}, {"backend": "cpu"})),
-    *((name, options) for name in DRAFTED for options in TARGET_AND_DRAFT),
-    ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
-    ("tiny-mistral-window", {}),
-    *((name, {"backend": "cpu"}) for name in ("tiny-llama", "tiny-mistral-window")),
+VARIANTS = [
+    *(Variant("tiny-llama", logits=logits) for logits in ("all", "last")),
+    Variant("tiny-qwen3"),
+    Variant("tiny-qwen3", layers=1),
+    Variant("tiny-mistral-window"),
+    *(Variant(name, backend="cpu") for name in ("tiny-llama", "tiny-qwen3", "tiny-mistral-window")),
+    *(Variant(name, **options) for name in DRAFTED for options in TARGET_AND_DRAFT),
+    Variant("tiny-llama", draft=1, prefill_chunk=4),
 ]
 if EVERYTHING:
-    LONGER += [("tiny-llama", {"prefill_chunk": 512}), ("tiny-llama", {"tap_layers": (1,)}), ("tiny-gemma3", {})]
-"""The arguments of `with_longer_context` in tests of the runners."""
-
-
-def with_longer_context(name: str, **options: object) -> Program:
-    """Return the program of a tiny model for ``CONTEXT`` positions, with the weights of the shorter program."""
-    request = request_with_longer_context(name, **options)
-    reference.export([request])
-    return Program(Variant(name), request.output, request.model)
-
-
-def request_with_longer_context(name: str, **options: object) -> ExportRequest:
-    """Return the request of :func:`with_longer_context`. Write the weights if they are missing or stale."""
-    short = reference.program(Variant(name))
-    folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
-    hf = reference.MODELS / f"{name}-long" / "hf"
-    file = hf / "config.json"
-    with reference.alone(hf):
-        if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
-            shutil.copytree(short.hf, hf, dirs_exist_ok=True)
-            file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
-    options = {"prefill_chunk": reference.TINY_CHUNK, **options}
-    return ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
+    VARIANTS += [Variant("tiny-llama", prefill_chunk=512), Variant("tiny-llama", tap_layers=(1,))]
+    VARIANTS += [Variant("tiny-gemma3")]
+"""The programs in tests of the runners."""
 
 
 def command(name: str, program: Program, *options: object) -> list[object]:

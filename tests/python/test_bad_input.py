@@ -13,9 +13,10 @@ import pytest
 
 import reference
 from reference import CHAT, FORWARD, Program, Variant
+from tiny_models import CONTEXT, VOCABULARY
 
 FAILED, MISUSED = 1, 2
-CONTEXT, CHUNK, VOCABULARY = 256, 64, 320
+CHUNK = reference.TINY_CHUNK
 TOOLS = pytest.mark.parametrize("tool", [CHAT, FORWARD], ids=lambda tool: tool.name)
 
 
@@ -241,7 +242,7 @@ def test_a_program_that_does_not_tell_its_context(folder, image):
 
 @pytest.mark.parametrize("capacity", [1, 20, None])
 def test_chat_with_a_prompt_longer_than_the_capacity(model, capacity):
-    prompt = "x" * 300 if capacity is None else "hi"
+    prompt = "x" * (CONTEXT + 40) if capacity is None else "hi"
     words = [CHAT, "--model", model, "--prompt", prompt, *(["--capacity", capacity] if capacity else [])]
     line = refused(words, FAILED, f"holds {capacity or CONTEXT}", "--capacity")
     (tokens,) = map(int, re.findall(r"the prompt is (\d+) tokens long", line))

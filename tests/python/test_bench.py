@@ -12,8 +12,7 @@ import sys
 import pytest
 
 import reference
-import runners
-from reference import EVERYTHING
+from reference import EVERYTHING, Variant
 
 sys.path.append(str(reference.ROOT))
 
@@ -281,7 +280,7 @@ def run(tmp_path, *options):
 
 
 def test_a_short_run_of_topics(tmp_path):
-    program = runners.with_longer_context("tiny-qwen3")
+    program = reference.program(Variant("tiny-qwen3"))
     chosen = list(command.TOPICS) if EVERYTHING else ["decode", "lengths", "op"]
     only = [word for name in chosen for word in ("--only", name)]
     made = run(tmp_path, "--model", f"tiny={program.path}:{program.hf}", *only)
@@ -297,7 +296,7 @@ def test_a_short_run_of_topics(tmp_path):
 
 
 def test_without_programs_and_weights_the_report_says_so(tmp_path):
-    program = runners.with_longer_context("tiny-qwen3")
+    program = reference.program(Variant("tiny-qwen3"))
     made = run(tmp_path, "--model", f"tiny={program.path}", "--binaries", tmp_path, "--only", "decode", "--only", "op")
     decode, op = made["topics"]
     assert "etkv, tiny, 48 tokens of context: there is no etkv_forward in" in decode["not_run"][0]

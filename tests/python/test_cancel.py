@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-import cpu_programs
 import etkv
 import reference
 from etkv import _device
@@ -22,8 +21,7 @@ LONG = [(7 * number) % 250 for number in range(3 * CHUNK + 5)]
 
 @pytest.fixture(params=["mlx", "cpu"])
 def model(request):
-    variant = Variant("tiny-llama")
-    return reference.program(variant) if request.param == "mlx" else cpu_programs.program(variant)
+    return reference.program(Variant("tiny-llama", backend=request.param))
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 import etkv
 import reference
 from etkv.recurrent_layer import BLOCK
-from reference import EVERYTHING
-from runners import with_longer_context
+from reference import EVERYTHING, Variant
 from test_recurrent_programs import recurrent_program
 
 CASES = ["qwen3.5-cpu", "lfm3-window-cpu", *(["lfm2-cpu", "lfm3-window-mlx"] if EVERYTHING else [])]
@@ -107,7 +106,7 @@ def test_matched_tokens_are_those_of_the_cache_if_a_stored_text_replaces_it(mode
 
 
 def test_etkv_chat_reports_cached_tokens_only_if_the_cache_can_be_rewound_to_all_of_them(shortens):
-    made = with_longer_context("tiny-llama", backend="cpu")
+    made = reference.program(Variant("tiny-llama", backend="cpu"))
     first, *others = told(made.path, "--tokenizer", shortens(Path(made.path).parent))
     assert first == ""
     assert len(others) == 2

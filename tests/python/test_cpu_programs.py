@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import cpu_programs
 import etkv
 import reference
 import test_families
+import test_outputs
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
@@ -21,40 +23,33 @@ from etkv.pte import PteFile
 from reference import STORY, Variant
 from runners import only_long
 from test_draft import hidden_states as first_hidden_states
-from test_outputs import LAST_ROW, TAPPED
 
 pytestmark = pytest.mark.long
 
 FAMILIES = [
-    variant
+    variant.on("cpu")
     for variant in test_families.VARIANTS
     if variant.dtype == "f32" and not variant.quantize and variant.model not in tiny_models.MIXTURES
 ]
-LLAMA = Variant("tiny-llama")
-QUANTIZED = Variant("tiny-llama", quantize="8da4w")
-BFLOAT16 = Variant("tiny-llama", "bf16")
-VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED, BFLOAT16]
-DRAFT_OF = Variant("tiny-gemma3")
+LLAMA = Variant("tiny-llama", backend="cpu")
+QUANTIZED = Variant("tiny-llama", quantize="8da4w", backend="cpu")
+BFLOAT16 = Variant("tiny-llama", "bf16", backend="cpu")
+LAST_ROW = test_outputs.LAST_ROW.on("cpu")
+DRAFT = Variant("tiny-gemma3", draft=1, backend="cpu")
+VARIANTS = [*FAMILIES, test_outputs.TAPPED.on("cpu"), LAST_ROW, QUANTIZED, BFLOAT16, DRAFT]
 PROMPT, DECODE = 70, 32
 IDS = list(STORY.encode())
 
 
 @pytest.fixture(scope="module")
 def programs():
-    return cpu_programs.programs(VARIANTS)
+    return reference.programs(VARIANTS)
 
 
 @pytest.fixture(scope="module")
-def draft(tiny):
+def draft(programs):
     """Return the program of a tiny model's second layer, which reads the first layer's hidden states."""
-    made = draft_request()
-    reference.export([made])
-    return made.output
-
-
-def draft_request() -> ExportRequest:
-    folder = reference.MODELS / f"cpu-{DRAFT_OF.name}-draft1"
-    return cpu_programs.request(DRAFT_OF, output=folder / "model.pte", keep_hf=None, draft=1)
+    return programs[DRAFT].path
 
 
 # ---- Answers --------------------------------------------------------------------------------------------------------
@@ -74,7 +69,7 @@ def test_ids_equal_those_of_transformers(programs, variant):
 @pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
 def test_windows(programs, model):
     """Texts are much longer than the windows of 64. Every layer has a window, or only the first layer."""
-    program = programs[Variant(model)]
+    program = programs[Variant(model, backend="cpu")]
     prompt = IDS[:150]
     ids, rows = cpu_programs.greedy(program.path, prompt, 60)
     expected = reference.logits(reference.load_hf(program.hf), prompt + ids[:-1])
@@ -241,7 +236,7 @@ def test_omitted_passes_would_change_nothing(programs, variant, tmp_path, monkey
     from etkv.export.cpu import partitioner
 
     monkeypatch.setattr(partitioner, "_AS_THEY_ARE", set())
-    request = cpu_programs.request(variant, output=tmp_path / "model.pte", keep_hf=None)
+    request = replace(reference.request(variant), output=tmp_path / "model.pte", keep_hf=None)
     export_program(request)
     ours, theirs = PteFile(programs[variant].path), PteFile(request.output)
     kept = [ours._payload(delegate) for delegate in ours._delegates("XnnpackBackend")]
@@ -253,7 +248,7 @@ def test_omitted_passes_would_change_nothing(programs, variant, tmp_path, monkey
 
 
 def test_a_session_of_another_backend(programs):
-    for_cpu, for_mlx = programs[LLAMA].path, reference.program(LLAMA).path
+    for_cpu, for_mlx = programs[LLAMA].path, reference.program(LLAMA.on("mlx")).path
     layers = etkv.read_kv_cache_metadata(for_cpu).layers
     config = etkv.CacheConfig(layers, cpu_programs.CAPACITY)
     for backend, path, own in (("MLXBackend", for_cpu, "cpu"), ("cpu", for_mlx, "MLXBackend")):

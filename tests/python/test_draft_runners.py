@@ -9,7 +9,7 @@ import pytest
 import recurrent_models
 import reference
 from etkv.export import ExportRequest, export_program
-from reference import EVERYTHING, Program
+from reference import EVERYTHING, Program, Variant
 from runners import (
     DRAFTED,
     EACH,
@@ -21,7 +21,6 @@ from runners import (
     refused,
     runner,
     succeed,
-    with_longer_context,
 )
 
 pytestmark = pytest.mark.long
@@ -32,7 +31,7 @@ SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for widt
 
 def pair(name: str, **options: object) -> tuple[Program, Program]:
     """Return a model of two layers with a tap on the first, and the draft of the second layer."""
-    return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
+    return reference.program(Variant(name, tap_layers=(0,))), reference.program(Variant(name, draft=1, **options))
 
 
 def check(programs: tuple[Program, Program], *options: object) -> str:
@@ -139,7 +138,7 @@ def test_a_target_that_does_not_give_the_hidden_states(options, gives):
     """The message names the layer, and the export option that returns its hidden states."""
     draft = pair("tiny-llama")[1]
     refused(
-        command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),
+        command("speculative", reference.program(Variant("tiny-llama", **options)), "--draft", draft.path),
         FAILED,
         f"the draft: it needs the hidden states of layer 0, and the model returns {gives}: "
         "export the model with --tap-layers 0",

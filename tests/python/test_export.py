@@ -59,7 +59,7 @@ def test_program(programs, variant):
         "get_head_dims": [head_dim] * layers,
         "get_windows": windows,
         "get_prefill_chunk_size": 64,
-        "get_max_ctx_len": 256,
+        "get_max_ctx_len": tiny_models.CONTEXT,
         "get_logits_rows": 0,
         "get_bos_id": tiny_models.BOS,
         "get_eos_ids": [tiny_models.EOS],
@@ -129,7 +129,7 @@ def test_manifest(exported, tiny):
     assert manifest["bytes"] == (exported("tiny-llama") / "model.pte").stat().st_size
     assert manifest["request"]["model"] == str(tiny("tiny-llama"))
     assert manifest["request"]["dtype"] == "float32"
-    assert manifest["limits"]["max_context"] == 256
+    assert manifest["limits"]["max_context"] == tiny_models.CONTEXT
     assert manifest["versions"]["executorch"]
 
 
@@ -267,8 +267,8 @@ def _error(model, tmp_path, **arguments) -> str:
 
 
 def test_context_beyond_the_model(tiny, tmp_path):
-    assert _error(tiny("tiny-llama"), tmp_path, max_context=257) == (
-        "max-context 257 is above the 256 positions of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, max_context=2049) == (
+        "max-context 2049 is above the 2048 positions of the model"
     )
 
 
@@ -333,7 +333,7 @@ def test_sliding_windows_are_declared_and_bound_the_chunk(tmp_path):
     assert _error(model, tmp_path / "out", prefill_chunk=33) == "prefill-chunk 33 is above the sliding window of 32"
     request = ExportRequest(model, tmp_path / "x.pte")
     settled = limits.settle(request, source.read_config(source.find(model)))
-    assert settled.max_context == 256
+    assert settled.max_context == tiny_models.CONTEXT
     layout = attention.CacheLayout([2, 2], [16, 16], [16, 16], [0, 32], [0, 0])
     assert settled.within(layout, request).prefill_chunk == 32
     with pytest.raises(EtkvError, match=r"^the model's sliding window of 1 is below the minimum step of 2$"):

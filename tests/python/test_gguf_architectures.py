@@ -17,7 +17,12 @@ from gguf_cases import EXPERTS, LOCAL_EXPERTS, LONGROPE, LONGROPE_TENSORS, PARTI
 from tiny_gguf import Case
 
 TOKENS = [(index * 37 + 11) % 250 for index in range(120)]
-SHAPE = {**tiny_models.SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+SHAPE = {
+    **tiny_models.SHAPE,
+    # The scaled rotary embeddings of the cases are for four times their original context.
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_programs
 import reference
 from cpu_programs import run
 from etkv import pte
@@ -19,7 +18,7 @@ TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
 LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
 FIRST_LAYER = Variant("tiny-gemma3", layers=1)
 VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
-BACKENDS = pytest.mark.parametrize("program", [reference.program, cpu_programs.program], ids=["mlx", "cpu"])
+BACKENDS = pytest.mark.parametrize("backend", ["mlx", "cpu"])
 
 TOKENS = 90
 """Number of tokens of a text: more than the window of 64, and more than one step of the program."""
@@ -41,17 +40,17 @@ def hidden_states(folder, ids, count) -> list[torch.Tensor]:
 
 
 @BACKENDS
-def test_hidden_states_are_outputs_of_layers(ids, program):
+def test_hidden_states_are_outputs_of_layers(ids, backend):
     """Hidden states are in the requested order, with every row for any ``logits``. The states of the last layer are
     before the final norm.
     """
-    tapped = program(TAPPED)
+    tapped = reference.program(TAPPED.on(backend))
     assert pte.constant_methods(tapped.path)["get_tap_layers"] == [1, 0]
     first, second = hidden_states(tapped.hf, ids, 2)
     expected = reference.logits(reference.load_hf(tapped.hf), ids)
     ends = [39, 79, 89]
     # Programs for the CPU do not select the rows of candidates.
-    proposed = {"proposed": ends} if program is reference.program else {}
+    proposed = {"proposed": ends} if backend == "mlx" else {}
     for logits, rows in {"all": slice(None), "last": ends, **proposed}.items():
         made, states = run(tapped.path, ids, logits=logits)
         np.testing.assert_allclose(made, expected[rows], atol=2e-4)
@@ -59,9 +58,9 @@ def test_hidden_states_are_outputs_of_layers(ids, program):
 
 
 @BACKENDS
-def test_a_program_of_the_last_row_only(ids, program):
+def test_a_program_of_the_last_row_only(ids, backend):
     """With any load option, the program returns one row of logits a step, and hidden states of every token."""
-    last_row = program(LAST_ROW)
+    last_row = reference.program(LAST_ROW.on(backend))
     assert pte.constant_methods(last_row.path)["get_logits_rows"] == 1
     (expected,) = hidden_states(last_row.hf, ids, 1)
     whole = reference.logits(reference.load_hf(last_row.hf), ids)

@@ -11,8 +11,8 @@ import pytest
 
 import etkv
 import reference
-from reference import Program
-from runners import runner, with_longer_context
+from reference import Program, Variant
+from runners import runner
 
 IDS = [5 + number * 7 % 50 for number in range(60)]
 """Ids of a text."""
@@ -22,13 +22,13 @@ TURNS = 20
 
 @pytest.fixture(scope="module")
 def llama() -> Program:
-    return with_longer_context("tiny-llama", backend="cpu")
+    return reference.program(Variant("tiny-llama", backend="cpu"))
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-mistral-window"])
 def each(request) -> Program:
     """A program with full history, and one with windows."""
-    return with_longer_context(request.param, backend="cpu")
+    return reference.program(Variant(request.param, backend="cpu"))
 
 
 def session(program: Program, **options: object) -> etkv.DecodeSession:

@@ -10,18 +10,13 @@ import pytest
 
 import etkv
 import reference
-from reference import Program
-from runners import FAILED, MISUSED, answers, refused, runner, with_longer_context
+from reference import Program, Variant
+from runners import FAILED, MISUSED, answers, refused, runner
 
 IDS = [5 + number * 7 % 50 for number in range(60)]
 """Ids of a text."""
 SYSTEM = "Answer in a few words, and always check: say that you do not know. " * 3
 LIMIT = 64 << 20
-
-
-@pytest.fixture(scope="module")
-def llama() -> Program:
-    return with_longer_context("tiny-llama")
 
 
 def session(program: Program) -> etkv.DecodeSession:
@@ -106,7 +101,7 @@ def test_invalid_stores_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
 def test_a_chat_goes_on_where_an_earlier_chat_ended(name, tmp_path):
-    made = with_longer_context(name)
+    made = reference.program(Variant(name))
     model = etkv.fingerprint(made.path)
     tokenizer = etkv.Tokenizer.from_pretrained(made.path)
     said = ["What is a cache?", "And where is it?"]

@@ -46,8 +46,8 @@ def test_report_as_json(program, capsys):
     assert found["program"]["operations"]["UpdateAndAttend"] == 2
     layer = {"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0, "chunk": 0, "dtype": "f32"}
     assert found["layers"] == [{**layer, "values_in_keys": False}] * 2
-    assert found["cache"]["capacity"] == 256
-    assert found["cache"]["bytes"]["f32"] == {"at_capacity": 256 * 512, "a_position": 512}
+    assert found["cache"]["capacity"] == 2048
+    assert found["cache"]["bytes"]["f32"] == {"at_capacity": 2048 * 512, "a_position": 512}
     assert found["constants"]["bytes"] > 0
 
 

@@ -11,9 +11,7 @@ import time
 import pytest
 
 import reference
-from reference import Program
 from runners import (
-    CONTEXT,
     EACH,
     FAILED,
     INTERRUPTED,
@@ -22,14 +20,8 @@ from runners import (
     refused,
     runner,
     succeed,
-    with_longer_context,
 )
-
-
-@pytest.fixture(scope="module")
-def llama() -> Program:
-    return with_longer_context("tiny-llama")
-
+from tiny_models import CONTEXT
 
 # ---- The command line -----------------------------------------------------------------------------------------------
 

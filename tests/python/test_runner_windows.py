@@ -7,8 +7,8 @@ import re
 import pytest
 
 import reference
-from reference import CHAT, Program
-from runners import EACH, answers, checked, only_long, prompts, succeed, with_longer_context
+from reference import CHAT, Program, Variant
+from runners import EACH, answers, checked, only_long, prompts, succeed
 
 pytestmark = [pytest.mark.long, pytest.mark.runner]
 
@@ -22,14 +22,14 @@ MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("
 @pytest.fixture(scope="module")
 def mistral() -> Program:
     """Return a program with a window in every layer."""
-    return with_longer_context("tiny-mistral-window")
+    return reference.program(Variant("tiny-mistral-window"))
 
 
 @MODELS
 @EACH
 def test_answers_are_those_of_reference_decoding(name, model):
     words = ["--max-tokens", MAX, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
-    done = succeed(name, with_longer_context(model), *words)
+    done = succeed(name, reference.program(Variant(model)), *words)
     assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK
     n_answers, n_tokens = checked(done)
     if name == "rollback":
@@ -45,7 +45,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
 @pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
 def test_chat_rolls_back_turns_that_windows_have_moved_past(model, options):
     """After turns are undone, answers equal those of a conversation without these turns."""
-    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MAX, *options]
+    words = [CHAT, "--model", reference.program(Variant(model)).path, "--ids", "--max-tokens", MAX, *options]
 
     def converse(*lines: str) -> list[list[int]]:
         done = reference.run(words, input="\n".join([*lines, ""]), stdin=None)

@@ -29,27 +29,21 @@ from runners import (
     refused,
     runner,
     succeed,
-    with_longer_context,
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.runner]
 
 
 @pytest.fixture(scope="module")
-def llama() -> Program:
-    return with_longer_context("tiny-llama")
-
-
-@pytest.fixture(scope="module")
 def qwen3() -> Program:
     """Return a program with rows of 32 elements, which fit every format."""
-    return with_longer_context("tiny-qwen3")
+    return reference.program(Variant("tiny-qwen3"))
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Program:
     """Return a CPU program with rows of 32 elements."""
-    return with_longer_context("tiny-qwen3", backend="cpu")
+    return reference.program(Variant("tiny-qwen3", backend="cpu"))
 
 
 # ---- Answers --------------------------------------------------------------------------------------------------------
@@ -353,7 +347,7 @@ CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
 def test_a_server_goes_on_from_earlier_texts(name, tmp_path):
     """A server continues from texts that it has read, or that an earlier process stored. The answers are the same."""
-    model = with_longer_context(name)
+    model = reference.program(Variant(name))
     words = ["--max-tokens", 16, "--ids", "--check"]
     store = ["--prefix-store", tmp_path / "texts"]
     alone, first, again = (succeed("prefix", model, *words, *more) for more in ([], store, store))
@@ -423,7 +417,7 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
 @only_long
 def test_more_prompts_than_a_cache_has_sequences_in_a_batch():
     questions = [chr(ord("a") + i % 26) for i in range(256)]
-    wide = with_longer_context("tiny-llama", prefill_chunk=512)
+    wide = reference.program(Variant("tiny-llama", prefill_chunk=512))
     done = succeed("batch", wide, "--raw", "--max-tokens", 2, "--check", "--ids", *prompts([*questions, *"xyz"]))
     assert checked(done)[0] == len(answers(done.stdout)) == 259
 
@@ -448,7 +442,7 @@ def test_drafts_do_not_change_the_answer(llama, qwen3, draft, kv_format, shape):
 
 def test_first_layers_draft_for_all_of_them(qwen3):
     """The exporter creates this draft from the model's first layers."""
-    draft = with_longer_context("tiny-qwen3", layers=1)
+    draft = reference.program(Variant("tiny-qwen3", layers=1))
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
     done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MAX, "--check", "--ids")
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
@@ -456,7 +450,7 @@ def test_first_layers_draft_for_all_of_them(qwen3):
 
 def test_a_program_that_returns_one_row_of_logits():
     """Such a program decodes one sequence at a time. Runners that need more rows report an error."""
-    last = with_longer_context("tiny-llama", logits="last")
+    last = reference.program(Variant("tiny-llama", logits="last"))
     for name in ("prefix", "rollback"):
         assert checked(succeed(name, last, "--max-tokens", 8, "--check"))[0] > 3
     for name in ("admission", "agent_fork", "batch", "speculative"):

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_programs
 import etkv
 import mlx_programs
 import reference
@@ -305,7 +304,7 @@ def test_steps_beyond_the_context(llama, chooser, monkeypatch):
     """Steps beyond the context are refused even if the session has room, unless an option allows them. Answers end
     there.
     """
-    path = cpu_programs.program(Variant("tiny-llama")).path if chooser == "cpu" else llama.path
+    path = reference.program(Variant("tiny-llama", backend="cpu")).path if chooser == "cpu" else llama.path
     facts = etkv.read_kv_cache_metadata(path)
     context = facts.max_context_length
     prompt = [(7 * n) % 250 for n in range(context - 4)]
@@ -341,7 +340,7 @@ def test_steps_beyond_the_context(llama, chooser, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_only_the_application_writes(llama, backend):
     """Neither imports nor a program's first step write to stdout or stderr. ExecuTorch's lines are logged."""
-    path = cpu_programs.program(Variant("tiny-llama")).path if backend == "cpu" else llama.path
+    path = reference.program(Variant("tiny-llama", backend="cpu")).path if backend == "cpu" else llama.path
     script = f"""
         import logging, sys
         import etkv

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-import cpu_programs
 import etkv
 import reference
 from reference import Program, Variant
@@ -32,9 +31,8 @@ Row = np.ndarray
 
 @pytest.fixture(scope="module")
 def programs() -> dict[tuple[str, str], Program]:
-    variants = [Variant(model) for model in MODELS]
-    mlx, cpu = reference.programs(variants), cpu_programs.programs(variants)
-    return {(backend, v.model): made[v] for backend, made in (("mlx", mlx), ("cpu", cpu)) for v in variants}
+    variants = [Variant(model, backend=backend) for model in MODELS for backend in ("mlx", "cpu")]
+    return {(variant.backend, variant.model): made for variant, made in reference.programs(variants).items()}
 
 
 @dataclass

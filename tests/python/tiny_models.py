@@ -18,6 +18,9 @@ VOCABULARY = 320
 
 BOS, EOS, IM_START = 256, 257, 258
 
+CONTEXT = 2048
+"""Positions of a model: enough for the longest texts of the runners' tests."""
+
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -25,7 +28,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": CONTEXT,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
     "pad_token_id": EOS,
