@@ -20,12 +20,12 @@ using examples::FinishReason;
 Decoding answer(const Ids& prompt, size_t n, const Change& change = nullptr) {
   Decoding one{"the answer", prompt, static_cast<int64_t>(n)};
   one.stop = FinishReason::length;
-  one.ids = reference_ids("llama-f32", prompt, n, change);
+  one.ids = reference_ids("tiny-llama-f32", prompt, n, change);
   return one;
 }
 
 void right_and_wrong() {
-  auto model = open("llama-f32");
+  auto model = open("tiny-llama-f32");
   const Decoding first = answer(text(7), 12);
   // The beginning that this prompt shares with the previous one is not read
   // again.
@@ -51,7 +51,7 @@ void right_and_wrong() {
 }
 
 void ends() {
-  auto model = open("llama-f32");
+  auto model = open("tiny-llama-f32");
   Decoding one = answer(text(7), 12);
   Decoding cut = one;
   cut.ids.pop_back();
@@ -84,7 +84,7 @@ void full_caches() {
   one.max_tokens = 100;
   one.stop = FinishReason::capacity;
   // The last id is not in the cache.
-  auto exact = open("llama-f32", 7 + 12 - 1);
+  auto exact = open("tiny-llama-f32", 7 + 12 - 1);
   must(check_answers(exact, {one}));
   Decoding cut = one;
   cut.ids.pop_back();
@@ -95,7 +95,7 @@ void full_caches() {
   cut.ids.clear();
   CHECK(!check_answers(exact, {one, cut}).ok());
   // The positions of other sequences are unknown.
-  auto shared = open("llama-f32", 100);
+  auto shared = open("tiny-llama-f32", 100);
   CHECK(!check_answers(shared, {one}).ok());
   Decoding other = one;
   other.sequence = 1;
@@ -103,7 +103,7 @@ void full_caches() {
 }
 
 void no_answers() {
-  auto model = open("llama-f32");
+  auto model = open("tiny-llama-f32");
   CHECK_REFUSED(
       check_answers(model, {}),
       ETKV_ERROR_INTERNAL,
@@ -136,7 +136,7 @@ bool finds_the_wrong_id(
 
 /// Ctrl-C in the middle of an answer.
 void interrupts() {
-  auto model = open("llama-f32");
+  auto model = open("tiny-llama-f32");
   Decoding wrong = answer(text(7), 20);
   wrong.ids.back() = (wrong.ids.back() + 1) % kVocabulary;
   int n = 0;
@@ -156,7 +156,7 @@ void interrupts() {
 /// Reference decoding on a cache with a changed config, for an answer from such
 /// a cache.
 void windows() {
-  auto model = open("llama-f32");
+  auto model = open("tiny-llama-f32");
   const Decoding one = answer(text(7), 20, windows_of(8));
   REQUIRE(one.ids != answer(text(7), 20).ids);
   must(check_answers(model, {one, one}, windows_of(8)));
@@ -184,7 +184,7 @@ void margins() {
 /// Returns an answer. At each step it has the id with the smallest logit that
 /// is at most `most(|best|)` below the best.
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
-  Bound on("llama-bf16", 64, "bf16");
+  Bound on("tiny-llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};
   one.stop = FinishReason::length;
   Rows rows = on.at(0, prompt).last();
@@ -206,7 +206,7 @@ Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
 
 /// In bfloat16 many ids are close to the best. A wrong id is still refused.
 void short_floats() {
-  auto model = open("llama-bf16");
+  auto model = open("tiny-llama-bf16");
   const auto honest = worst(text(7), 40, [](double) { return -1.0; });
   must(check_answers(model, {honest, honest}));
   CHECK_REFUSED(

@@ -33,14 +33,14 @@ void answers_as_reference(
   for (const Ids& prompt : prompts) {
     CHECK(
         speculation.answer(prompt, n).ids ==
-        reference_ids("llama-f32", prompt, n));
+        reference_ids("tiny-llama-f32", prompt, n));
   }
 }
 
 /// A tuner needs the draft's costs before the first tree.
 void costs_before_the_first_tree() {
   Target target;
-  const auto proposer = draft("llama-f32", target);
+  const auto proposer = draft("tiny-llama-f32", target);
   const double one = proposer->seconds(1, 1);
   CHECK(one > 0.0);
   CHECK(proposer->seconds(0, 1) == 0.0);
@@ -55,41 +55,44 @@ void windows() {
   const Ids other = joined(slice(before, 0, 10), text(30, 6));
 
   Target target;
-  const auto proposer = draft("mistral-window", target);
+  const auto proposer = draft("tiny-mistral-window-f32", target);
   Sampler greedy;
   must(proposer->propose(before, shape, greedy));
   const auto tree = must(proposer->propose(other, shape, greedy));
-  CHECK(same(tree, fresh("mistral-window", other, shape)));
+  CHECK(same(tree, fresh("tiny-mistral-window-f32", other, shape)));
   // A text that continues the last one goes on from the cache.
   const auto again =
       must(proposer->propose(slice(other, 0, 35), shape, greedy));
-  CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
+  CHECK(same(
+      again, fresh("tiny-mistral-window-f32", slice(other, 0, 35), shape)));
 
-  answers_as_reference("mistral-window", {before, other, before}, 40, 3, 2);
+  answers_as_reference(
+      "tiny-mistral-window-f32", {before, other, before}, 40, 3, 2);
 }
 
 /// No level has more nodes than the draft accepts tokens in a step.
 void narrower_steps() {
   Target target;
   Sampler greedy;
-  const auto tree = must(
-      draft("llama-chunk4", target)->propose(prompt(), {3, 8, 32}, greedy));
+  const auto tree = must(draft("tiny-llama-f32-chunk4", target)
+                             ->propose(prompt(), {3, 8, 32}, greedy));
   CHECK_INT(tree.size(), 1 + 3 * 4);
   for (int32_t depth = 1; depth <= 3; ++depth) {
     CHECK_INT(std::count(tree.depths.begin(), tree.depths.end(), depth), 4);
   }
-  answers_as_reference("llama-chunk4", {prompt()}, 24, 3, 8);
-  answers_as_reference("llama-f32", {prompt()}, 24, 2, 12);
+  answers_as_reference("tiny-llama-f32-chunk4", {prompt()}, 24, 3, 8);
+  answers_as_reference("tiny-llama-f32", {prompt()}, 24, 2, 12);
 }
 
 /// A draft that returns one row of logits proposes chains. A tree is an error
 /// that names the draft.
 void one_row_of_logits() {
-  answers_as_reference("llama-last", {prompt()}, 24, 3, 1);
+  answers_as_reference("tiny-llama-f32-last", {prompt()}, 24, 3, 1);
   Target target;
   Sampler greedy;
   CHECK_REFUSED(
-      draft("llama-last", target)->propose(prompt(), {3, 2, 32}, greedy),
+      draft("tiny-llama-f32-last", target)
+          ->propose(prompt(), {3, 2, 32}, greedy),
       ETKV_ERROR_UNSUPPORTED,
       "the draft: the program returns logits of 1 of 2 tokens");
 }
@@ -98,19 +101,19 @@ void one_row_of_logits() {
 /// tokens that were read before.
 void interrupts() {
   const TreeShape shape = {3, 2, 32};
-  const Ids whole = text(100, 5);
+  const Ids whole = text(140, 5);
   Target target;
-  const auto proposer = draft("llama-f32", target);
+  const auto proposer = draft("tiny-llama-f32", target);
   Sampler greedy;
   must(proposer->propose(slice(whole, 0, 40), shape, greedy));
   examples::arm_interrupt();
   std::raise(SIGINT);
-  // The rest of the text is not read.
+  // The rest of the text, two steps, is not read.
   CHECK_INT(must(proposer->propose(whole, shape, greedy)).size(), 1);
   examples::arm_interrupt();
   CHECK(same(
       must(proposer->propose(whole, shape, greedy)),
-      fresh("llama-f32", whole, shape)));
+      fresh("tiny-llama-f32", whole, shape)));
 }
 
 /// A commit of nodes that are not a chain is refused, and the draft stays as it
@@ -118,7 +121,7 @@ void interrupts() {
 void commits_that_cannot_be() {
   const TreeShape shape = {3, 2, 32};
   Target target;
-  const auto proposer = draft("llama-f32", target);
+  const auto proposer = draft("tiny-llama-f32", target);
   Sampler greedy;
   const auto tree = must(proposer->propose(prompt(), shape, greedy));
   REQUIRE(tree.parents[1] == 0 && tree.parents[2] == 0);
@@ -127,12 +130,12 @@ void commits_that_cannot_be() {
   const Ids longer = joined(prompt(), {tree.tokens[1], tree.tokens[2], 7});
   CHECK(same(
       must(proposer->propose(longer, shape, greedy)),
-      fresh("llama-f32", longer, shape)));
+      fresh("tiny-llama-f32", longer, shape)));
 }
 
 /// Writes the program with its context length under another name.
 void untold_context(const std::string& path) {
-  std::string bytes = contents(program_path("llama-f32"));
+  std::string bytes = contents(program_path("tiny-llama-f32"));
   const std::string name = "get_max_ctx_len";
   size_t found = 0;
   for (size_t at = bytes.find(name); at != std::string::npos;
@@ -156,13 +159,13 @@ void without_context() {
   const TreeShape shape = {2, 2, 32};
   CHECK(same(
       must(proposer->propose(prompt(), shape, greedy)),
-      fresh("llama-f32", prompt(), shape)));
+      fresh("tiny-llama-f32", prompt(), shape)));
   CHECK_INT(must(proposer->propose(text(61), shape, greedy)).size(), 1);
 }
 
 void refusals() {
   CHECK_REFUSED(
-      examples::open_draft(program_path("llama-f32"), {1000, 64, {}}),
+      examples::open_draft(program_path("tiny-llama-f32"), {1000, 64, {}}),
       ETKV_ERROR_PROGRAM,
       "a vocabulary of 320 ids, and the model one of 1000");
   CHECK_REFUSED(
@@ -173,7 +176,7 @@ void refusals() {
   Target target;
   Sampler greedy;
   CHECK_REFUSED(
-      draft("llama-f32", target)->propose({1, 320}, {2, 2, 32}, greedy),
+      draft("tiny-llama-f32", target)->propose({1, 320}, {2, 2, 32}, greedy),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the draft: token 320 is outside");
 }

@@ -33,9 +33,9 @@ using Ids = std::vector<int64_t>;
 /// A change of a cache's config.
 using Change = std::function<void(CacheConfig&)>;
 
-/// The programs of models.py: 320 ids, at most 32 tokens a step.
+/// The programs of cpp_programs.py: 320 ids, at most 64 tokens a step.
 inline constexpr int64_t kVocabulary = 320;
-inline constexpr int64_t kMaxTokens = 32;
+inline constexpr int64_t kMaxTokens = 64;
 
 /// Whether the test runs float32 CPU programs instead of MLX programs.
 inline bool on_cpu() {
@@ -48,10 +48,12 @@ inline const char* backend() {
   return on_cpu() ? kCPUBackend : kMLXBackend;
 }
 
+/// Returns the path of a program. On the CPU, names that end with `-f32` are
+/// those of MLX programs that also exist for the CPU.
 inline std::string program_path(std::string name) {
   const size_t end = name.rfind("-f32");
-  if (on_cpu() && end != std::string::npos) {
-    name.replace(end, std::string::npos, "-cpu");
+  if (on_cpu() && end != std::string::npos && end + 4 == name.size()) {
+    name = "cpu-" + name;
   }
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
 }
@@ -250,7 +252,7 @@ template <typename Face>
 struct On {
   explicit On(
       const Change& change = nullptr,
-      const std::string& name = "llama-f32",
+      const std::string& name = "tiny-llama-f32",
       Logits rows = Logits::all)
       : model(name), session(session_for<Face>(model, change)) {
     must(model.load(session.key(), rows));
@@ -293,7 +295,7 @@ inline bool close(const Rows& a, const Rows& b) {
 /// A program on a contiguous cache.
 struct Bound : On<Cache> {
   explicit Bound(
-      const std::string& name = "llama-f32",
+      const std::string& name = "tiny-llama-f32",
       int32_t capacity = 64,
       const std::string& format = "f32",
       int32_t min_chunk = 4,

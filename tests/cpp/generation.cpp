@@ -11,6 +11,11 @@ namespace {
 
 constexpr int32_t kTokens = 24;
 
+/// Room for a prompt of two steps, and its answer.
+void large(CacheConfig& config) {
+  config.capacity = 128;
+}
+
 /// Returns the answer of steps in which the host chooses each token from the
 /// last logits.
 Ids by_steps(
@@ -65,15 +70,15 @@ std::vector<Sampling> samplings() {
 /// or without.
 template <typename Face>
 void same_as_steps() {
-  const Ids prompt = text(40, 3);
+  const Ids prompt = text(kMaxTokens + 8, 3);
   for (const auto& sampling : samplings()) {
-    const Ids wanted = by_steps(prompt, sampling);
+    const Ids wanted = by_steps(prompt, sampling, 0, large);
     for (const RunAhead ahead : {RunAhead::always, RunAhead::never}) {
-      On<Face> bound;
+      On<Face> bound(large);
       auto how = options(sampling);
       how.run_ahead = ahead;
       CHECK(must(generate(bound.cache(), prompt, how)) == wanted);
-      CHECK_INT(*bound->length(), 40 + kTokens - 1);
+      CHECK_INT(*bound->length(), prompt.size() + kTokens - 1);
     }
   }
 }
@@ -209,9 +214,9 @@ void between_tokens() {
 /// After a cancel, even from another thread, there are no more tokens. The
 /// cache holds the returned tokens, and another answer can continue from them.
 void cancels() {
-  const Ids prompt = text(40, 3);
-  const Ids wanted = by_steps(prompt, {});
-  On<Cache> bound;
+  const Ids prompt = text(kMaxTokens + 8, 3);
+  const Ids wanted = by_steps(prompt, {}, 0, large);
+  On<Cache> bound(large);
   auto one = must(Generation::make(bound.cache(), {{prompt, 0}}, options()));
   for (size_t n = 0; n < 3; ++n) {
     CHECK(must(one.next()).at(0).token == wanted[n]);
@@ -219,7 +224,7 @@ void cancels() {
   must(one.cancel());
   CHECK(must(one.next()).empty());
   CHECK(must(one.next()).empty());
-  CHECK_INT(*bound->length(), 40 + 2);
+  CHECK_INT(*bound->length(), prompt.size() + 2);
   auto how = options();
   how.max_tokens = 4;
   CHECK(must(generate(bound.cache(), {wanted[2]}, how)) == slice(wanted, 3, 4));
@@ -279,7 +284,7 @@ void choices() {
   CHECK_REFUSED(
       choose(cache, {1, 2}, {22}), invalid, "2 tokens at 1 positions");
   CHECK_REFUSED(choose(cache, {1}, {30}), ETKV_ERROR_POSITION, "30");
-  CHECK_REFUSED(choose(cache, text(33), at(22, 33)), invalid, "tokens, got 33");
+  CHECK_REFUSED(choose(cache, text(65), at(22, 65)), invalid, "tokens, got 65");
   CHECK_INT(*bound->length(), 22);
 }
 
@@ -332,13 +337,13 @@ void refusals() {
       Generation::make(one.cache(), {{{1}, 3}}, options()),
       invalid,
       "no sequence 3");
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   auto session = session_for(model);
   CHECK_REFUSED(
       Generation::make(session.cache(), {{{1}, 0}}, options()),
       invalid,
       "no loaded program has this cache");
-  Model for_cpu("llama-cpu");
+  Model for_cpu("cpu-tiny-llama-f32");
   auto on_cpu = session_for(for_cpu);
   must(for_cpu.load(on_cpu.key()));
   CHECK_REFUSED(
@@ -346,7 +351,7 @@ void refusals() {
       ETKV_ERROR_KIND,
       "only MLX programs");
   On<SeqCache> last;
-  Model narrow("llama-f32");
+  Model narrow("tiny-llama-f32");
   must(narrow.load(last.session.key(), Logits::last));
   CHECK_REFUSED(
       Generation::make(last.cache(), {{{1}, 0}, {{1}, 1}}, options()),

@@ -11,7 +11,7 @@ using examples::Listener;
 
 /// The number of tokens of an answer: more than a window and a step, so that
 /// positions are dropped.
-constexpr int64_t kLong = 120;
+constexpr int64_t kLong = 160;
 
 /// If windows have moved past the position where two prompts differ, the second
 /// prompt is read from its beginning. Its answer equals that of a fresh cache.
@@ -20,11 +20,11 @@ void windows() {
   const Ids first = text(9, 3);
   Ids second = slice(first, 0, 5);
   second.push_back(7);
-  ModelOn<Face> fresh("llama-f32", 200, windows_of(8));
+  ModelOn<Face> fresh("tiny-llama-f32", 200, windows_of(8));
   Generator alone(fresh.model.program(), fresh.cache(), {});
   const auto wanted = must(alone.answer(second, kLong, Listener()));
 
-  ModelOn<Face> target("llama-f32", 200, windows_of(8));
+  ModelOn<Face> target("tiny-llama-f32", 200, windows_of(8));
   Generator generator(target.model.program(), target.cache(), {});
   const auto before = must(generator.answer(first, kLong, Listener()));
   CHECK_INT(generator.held().size(), 9 + kLong - 1);

@@ -140,8 +140,8 @@ void as_if_fresh(
 /// states; for later ids, the program's output for the id before.
 void chains_by_hand() {
   constexpr int64_t kDepth = 5;
-  Target target("llama-tapped");
-  auto program = must(Program::open(program_path("llama-draft")));
+  Target target("tiny-llama-f32-taps-0");
+  auto program = must(Program::open(program_path("tiny-llama-f32-draft1")));
   auto session = must(make_decode_session(
       kMLXBackend, make_config(program.params(), 100, "f32", 4)));
   must(program.load(session.key(), Logits::all));
@@ -174,7 +174,9 @@ void chains_by_hand() {
       const auto* made = program.hidden_states()->data;
       row.assign(made, made + bytes);
     }
-    CHECK(fresh("llama-draft", target, ids, {kDepth, 1, 32}).tokens == chain);
+    CHECK(
+        fresh("tiny-llama-f32-draft1", target, ids, {kDepth, 1, 32}).tokens ==
+        chain);
   }
 }
 
@@ -182,9 +184,9 @@ void chains_by_hand() {
 void missing_hidden_states() {
   const TreeShape shape = {2, 2, 32};
   const Ids ids = text(30, 4);
-  Target target("llama-tapped");
+  Target target("tiny-llama-f32-taps-0");
   const auto hidden_states = hidden_states_of(target, ids);
-  const auto proposer = draft("llama-draft", target);
+  const auto proposer = draft("tiny-llama-f32-draft1", target);
   Sampler greedy;
   const auto refused = [&](int64_t position) {
     CHECK_REFUSED(
@@ -202,7 +204,7 @@ void missing_hidden_states() {
   refused(10);
   proposer->saw(10, hidden_states.view(10, 19));
   const auto tree = must(proposer->propose(ids, shape, greedy));
-  CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
+  CHECK(same(tree, fresh("tiny-llama-f32-draft1", target, ids, shape)));
   // New rows replace old rows of the same and later positions.
   proposer->saw(5, hidden_states.view(5, 1));
   refused(6);
@@ -211,7 +213,7 @@ void missing_hidden_states() {
   // The cache holds rows computed from the old states.
   const auto others = hidden_states_of(target, text(30, 9));
   proposer->saw(0, others.view(0, 29));
-  const auto newly = draft("llama-draft", target);
+  const auto newly = draft("tiny-llama-f32-draft1", target);
   newly->saw(0, others.view(0, 29));
   const auto strange = must(proposer->propose(ids, shape, greedy));
   CHECK(same(strange, must(newly->propose(ids, shape, greedy))));
@@ -225,16 +227,16 @@ void missing_hidden_states() {
 /// input layer.
 void one_of_several_taps() {
   const TreeShape shape = {3, 2, 32};
-  Target two("llama-taps");
-  Target one("llama-tapped");
+  Target two("tiny-llama-f32-taps-1-0");
+  Target one("tiny-llama-f32-taps-0");
   CHECK_INT(two.model.program().tap_layers().size(), 2);
   CHECK(same(
-      fresh("llama-draft", two, prompt(), shape),
-      fresh("llama-draft", one, prompt(), shape)));
+      fresh("tiny-llama-f32-draft1", two, prompt(), shape),
+      fresh("tiny-llama-f32-draft1", one, prompt(), shape)));
 }
 
 void refusals() {
-  const auto path = program_path("llama-draft");
+  const auto path = program_path("tiny-llama-f32-draft1");
   const HiddenStateType type{ScalarType::Float, 64};
   const auto open = [&](std::vector<int64_t> taps, HiddenStateType type) {
     return examples::open_draft(path, {320, 64, {}, std::move(taps), type});
@@ -290,10 +292,16 @@ void refusals() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  as_if_fresh("llama-f32", "llama-tapped", "llama-draft");
-  as_if_fresh("llama-f32", "llama-tapped", "llama-draft-chunk4");
   as_if_fresh(
-      "mistral-window", "mistral-window-tapped", "mistral-window-draft");
+      "tiny-llama-f32", "tiny-llama-f32-taps-0", "tiny-llama-f32-draft1");
+  as_if_fresh(
+      "tiny-llama-f32",
+      "tiny-llama-f32-taps-0",
+      "tiny-llama-f32-draft1-chunk4");
+  as_if_fresh(
+      "tiny-mistral-window-f32",
+      "tiny-mistral-window-f32-taps-0",
+      "tiny-mistral-window-f32-draft1");
   chains_by_hand();
   missing_hidden_states();
   one_of_several_taps();

@@ -297,7 +297,7 @@ void what_is_missing_or_wrong() {
 
 /// Facts from a method and its inputs.
 void of_a_method() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   REQUIRE(model.module().load() == executorch::runtime::Error::Ok);
   const auto meta = model.module().method_meta("forward");
   REQUIRE(meta.ok());
@@ -314,9 +314,9 @@ void of_a_method() {
 /// Without a format, rows are stored in the program's dtype.
 void default_formats() {
   for (const auto& [name, dtype, format] :
-       {std::tuple("llama-f32", Dtype::f32, "f32"),
-        std::tuple("llama-cpu", Dtype::f32, "f32"),
-        std::tuple("llama-bf16", Dtype::bf16, "bf16")}) {
+       {std::tuple("tiny-llama-f32", Dtype::f32, "f32"),
+        std::tuple("cpu-tiny-llama-f32", Dtype::f32, "f32"),
+        std::tuple("tiny-llama-bf16", Dtype::bf16, "bf16")}) {
     Model model(name);
     const auto params = model.params();
     for (const auto& layer : params.layers) {
@@ -340,7 +340,7 @@ void default_formats() {
   }
   // ExecuTorch's exporter does not report the dtype, so the dtype of the logits
   // is used.
-  Model model("llama-bf16");
+  Model model("tiny-llama-bf16");
   const auto meta = model.module().method_meta("forward");
   REQUIRE(meta.ok());
   auto facts = versioned();
@@ -363,7 +363,7 @@ void default_formats() {
 
 /// The memory of a session can be estimated before the session is made.
 void estimates() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   auto config = make_config(model.params(), 48, "", 4);
   config.k_format = "row-int4";
   config.v_format = "mxfp8";
@@ -397,7 +397,7 @@ void estimates() {
 
 /// A call that would exceed the budget is refused, and changes nothing.
 void budgets() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const auto config = make_config(model.params(), 48, "f16", 16);
   const uint64_t first = must(estimate(config, 1)).allocated;
   const uint64_t before = must(memory_budget()).held;

@@ -10,10 +10,13 @@
 namespace etkv::tests {
 namespace {
 
-const char* const kModel = "qwen3.5-f32";
+const char* const kModel =
+    on_cpu() ? "recurrent-qwen3.5-cpu-float" : "recurrent-qwen3.5-mlx-float";
 
 /// The distance between anchors.
 constexpr int32_t kBlock = 64;
+/// Tokens of a step: shorter than blocks.
+constexpr int32_t kStep = 32;
 
 /// A prompt, and transformers' greedy ids after it.
 struct Text {
@@ -28,7 +31,7 @@ struct Text {
  private:
   Text() {
     std::ifstream file(
-        std::string(ETKV_TEST_MODELS) + "/hf/qwen3.5/greedy.txt");
+        std::string(ETKV_TEST_MODELS) + "/recurrent-qwen3.5/greedy.txt");
     std::string line;
     REQUIRE(static_cast<bool>(std::getline(file, line)));
     add(line);
@@ -48,6 +51,7 @@ struct Text {
 
 void large(CacheConfig& config) {
   config.capacity = 600;
+  config.max_step_tokens = kStep;
 }
 
 template <typename Face>
@@ -60,7 +64,7 @@ struct Program : On<Face> {
       const Ids& ids,
       int64_t begin,
       int64_t end,
-      int64_t chunk = kMaxTokens,
+      int64_t chunk = kStep,
       int32_t sequence = 0) {
     Rows rows;
     for (int64_t at = begin; at < end; at += chunk) {
@@ -80,8 +84,7 @@ struct Program : On<Face> {
   void follow(int64_t begin, int32_t sequence = 0) {
     const Text& text = Text::get();
     if (begin < text.prompt) {
-      const Rows rows =
-          read(text.ids, begin, text.prompt, kMaxTokens, sequence);
+      const Rows rows = read(text.ids, begin, text.prompt, kStep, sequence);
       CHECK_INT(rows.best(), text.ids[text.prompt]);
     }
     const int64_t size = static_cast<int64_t>(text.ids.size());
@@ -207,7 +210,7 @@ void it_is_saved() {
                         .string();
   Program<SeqCache> saved;
   must(saved->seq_mark(3, 100));
-  saved.read(text.ids, 0, text.prompt, kMaxTokens, 3);
+  saved.read(text.ids, 0, text.prompt, kStep, 3);
   must(save_sequence(saved.session.cache(), 3, path, {"tiny", text.ids}));
   Program<SeqCache> loaded;
   loaded.read(text.ids, 0, 40, 40 / 2, 0);

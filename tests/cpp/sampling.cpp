@@ -278,7 +278,7 @@ struct Pairs {
 
 /// Returns the target's probabilities, from its logits.
 Pairs probabilities_after(const Ids& before, double temperature) {
-  Bound bound("llama-f32", 64);
+  Bound bound("tiny-llama-f32", 64);
   const auto distribution = [&](int64_t position, const Ids& ids) {
     const Rows rows = bound.at(position, ids).last();
     return must(
@@ -348,8 +348,8 @@ void same_distribution() {
   };
   Target target;
   for (const Kind kind :
-       {Kind{"qwen3-f32", 2, 3},
-        Kind{"llama-f32", 2, 4},
+       {Kind{"tiny-qwen3-f32", 2, 3},
+        Kind{"tiny-llama-f32", 2, 4},
         Kind{"ngram", 3, 2}}) {
     const auto proposer = draft(kind.draft, target);
     examples::Speculator speculator(

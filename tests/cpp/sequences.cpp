@@ -241,7 +241,7 @@ void refusals() {
 
 /// The face is checked when the session is made.
 void faces() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const auto config = make_config(model.params(), 64);
   const auto refused =
       CacheSession<SeqCache>::make(backend(), Cache::kKind, config);

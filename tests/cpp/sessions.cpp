@@ -23,7 +23,7 @@ CacheConfig small_config(size_t n_layers, int32_t kv_heads, int32_t head_dim) {
 }
 
 void what_a_program_tells() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const auto params = model.params();
   CHECK_INT(params.layers.size(), 2);
   for (const auto& layer : params.layers) {
@@ -50,7 +50,7 @@ void what_a_program_tells() {
 /// By default ExecuTorch checks only the first bytes of a program. Here the
 /// table after them has fields far outside the file.
 void damaged_tables() {
-  std::string bytes = contents(program_path("llama-f32"));
+  std::string bytes = contents(program_path("tiny-llama-f32"));
   uint32_t root = 0;
   std::memcpy(&root, bytes.data(), sizeof(root));
   REQUIRE(root + 4 < bytes.size());
@@ -71,7 +71,7 @@ void damaged_tables() {
 }
 
 void faces_in_cpp() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   Session session =
       session_for(model, [](CacheConfig& config) { config.capacity = 16; });
   const std::string key = session.key();
@@ -111,7 +111,7 @@ void faces_in_cpp() {
 }
 
 void unknown_keys() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   CHECK_REFUSED(model.load("cache-none"), ETKV_ERROR_NO_CACHE, "cache-none");
   CHECK_REFUSED(model.load(" "), ETKV_ERROR_NO_CACHE, "` `");
   CHECK_REFUSED(
@@ -135,7 +135,7 @@ void unknown_keys() {
 }
 
 void unknown_options() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const Session session = session_for(model);
   executorch::runtime::BackendOptions<2> options;
   REQUIRE(
@@ -165,16 +165,16 @@ void no_key() {
         model.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
   };
   // Without an explicit load, Module loads the method at its first run.
-  Model by_itself("llama-f32");
+  Model by_itself("tiny-llama-f32");
   check(by_itself);
   // Loaded without a key.
-  Model without("llama-f32");
+  Model without("tiny-llama-f32");
   REQUIRE(
       without.module().load_method("forward") ==
       executorch::runtime::Error::Ok);
   check(without);
   // An empty key counts as no key.
-  Model empty("llama-f32");
+  Model empty("tiny-llama-f32");
   must(empty.load(""));
   check(empty);
 }
@@ -186,7 +186,7 @@ void options_of_the_thread() {
     return detail::run(
         etkv_delegate_set_load_options, key, logits, nullptr, nullptr);
   };
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const Session session = session_for(model);
   CHECK_REFUSED(set("cache-0", "some"), ETKV_ERROR_INVALID_ARGUMENT, "some");
   CHECK_REFUSED(set("\xff", nullptr), ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
@@ -194,7 +194,7 @@ void options_of_the_thread() {
   must(set(session.key(), "last"));
   // The options do not affect another thread's loads.
   std::thread([] {
-    Model other("llama-f32");
+    Model other("tiny-llama-f32");
     REQUIRE(other.module().load_method("forward") == Error::Ok);
     CHECK_REFUSED(
         other.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
@@ -204,7 +204,7 @@ void options_of_the_thread() {
   CHECK_INT(*session.cache().length(), 3);
 
   // Options that ExecuTorch passes take precedence.
-  Model second("llama-f32");
+  Model second("tiny-llama-f32");
   const Session own = session_for(second);
   must(second.load(own.key()));
   must(second.step(text(2), run(0, 2)));
@@ -212,7 +212,7 @@ void options_of_the_thread() {
   CHECK_INT(*session.cache().length(), 3);
 
   must(set("no such key", nullptr));
-  Model third("llama-f32");
+  Model third("tiny-llama-f32");
   CHECK(third.module().load_method("forward") == Error::NotFound);
   must(set(nullptr, nullptr));
   REQUIRE(third.module().load_method("forward") == Error::Ok);
@@ -238,7 +238,7 @@ void another_number_of_layers() {
   for (const size_t n_layers : {1, 3}) {
     auto session =
         must(make_decode_session(backend(), small_config(n_layers, 2, 16)));
-    Model model("llama-f32");
+    Model model("tiny-llama-f32");
     const auto words = "has " + std::to_string(n_layers);
     CHECK_REFUSED(model.load(session.key()), ETKV_ERROR_SHAPE, words.c_str());
     CHECK_INT(*session->length(), 0);
@@ -263,7 +263,7 @@ void other_sizes() {
   for (const auto& [config, words] : cases) {
     auto session = must(make_decode_session(backend(), config));
     const CacheState before(session.cache());
-    Model model("llama-f32");
+    Model model("tiny-llama-f32");
     if (const auto loaded = model.load(session.key()); !loaded.ok()) {
       CHECK_REFUSED(loaded, ETKV_ERROR_SHAPE, words);
       continue;
@@ -304,7 +304,7 @@ void any_order_of_leaving() {
   std::string order = "hps";
   do {
     const uint64_t before = examples::mlx_memory().active;
-    auto model = std::make_unique<Model>("llama-f32");
+    auto model = std::make_unique<Model>("tiny-llama-f32");
     etkv_session* session = raw_session(*model);
     const std::string key = etkv_session_key(session);
     auto handle = std::make_unique<Cache>(etkv_session_cache(session));
@@ -331,7 +331,7 @@ void any_order_of_leaving() {
         // This overwrites earlier rows, unless the handle removed them.
         CHECK(model->at(6, slice(ids, 6, 3)) == wanted);
       }
-      Model next("llama-f32");
+      Model next("tiny-llama-f32");
       if (session != nullptr) {
         must(next.load(key.c_str()));
         CHECK(next.at(6, slice(ids, 6, 3)) == wanted);
@@ -350,7 +350,7 @@ void two_programs_on_one_cache() {
   const Rows wanted = alone.model.read(ids, 1, 7);
 
   Bound first;
-  Model second("llama-f32");
+  Model second("tiny-llama-f32");
   must(second.load(first.session.key()));
   first.model.read(ids, 7, 0, 7);
   Rows found;
@@ -361,7 +361,7 @@ void two_programs_on_one_cache() {
   CHECK(found == wanted);
   CHECK_INT(*first.cache().length(), 20);
 
-  Model half("llama-bf16");
+  Model half("tiny-llama-bf16");
   if (on_cpu()) {
     CHECK_REFUSED(
         half.load(first.session.key()),
@@ -378,7 +378,7 @@ void two_programs_on_one_cache() {
   CHECK_INT(*first.cache().length(), 8);
 
   // A program with other shapes is refused, and the first one continues.
-  Model other("qwen3-f32");
+  Model other("tiny-qwen3-f32");
   if (auto loaded = other.load(first.session.key()); loaded.ok()) {
     CHECK_REFUSED(other.step({ids[8]}, run(8, 1)), ETKV_ERROR_SHAPE, "layer 0");
   }

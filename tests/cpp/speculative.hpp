@@ -50,7 +50,7 @@ inline examples::Model open(
 template <typename Face>
 struct ModelOn {
   explicit ModelOn(
-      const std::string& name = "llama-f32",
+      const std::string& name = "tiny-llama-f32",
       int32_t capacity = 200,
       const Change& change = nullptr)
       : model(open(name)), session(make(model, capacity, change)) {

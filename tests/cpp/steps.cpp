@@ -41,7 +41,7 @@ std::vector<Refused> refused_steps() {
       {"backwards", {1, 2}, {9, 8}, position, "got 8"},
       {"backwards, below", {1, 2, 3}, {4, 3, 2}, position, "got 3"},
       {"over capacity", text(4), run(9, 4), ETKV_ERROR_CAPACITY, "is 12"},
-      {"far over", text(32), run(9, 32), ETKV_ERROR_CAPACITY, "is 12"},
+      {"far over", text(64), run(9, 64), ETKV_ERROR_CAPACITY, "is 12"},
       {"over from below", text(13), run(0, 13), ETKV_ERROR_CAPACITY, "is 12"},
       {"token -1", {-1}, {9}, invalid, "-1"},
       {"token 320", {kVocabulary}, {9}, invalid, "320"},
@@ -52,7 +52,7 @@ std::vector<Refused> refused_steps() {
 
 /// Runs 6 and 3 tokens, then the refused `steps`, then 3 more tokens.
 Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
-  Bound bound("llama-f32", 12);
+  Bound bound("tiny-llama-f32", 12);
   bound.model.read(ids, 6, 0, 9);
   for (const auto& step : steps) {
     const CacheState before(bound.cache());
@@ -90,7 +90,7 @@ void lengths_that_differ() {
   for (const int64_t start : {9, 4, 0}) {
     for (const auto& [n_ids, n_positions] :
          {std::pair<int64_t, int64_t>{3, 1}, {1, 3}, {2, 3}, {3, 2}}) {
-      Bound bound("llama-f32", 12);
+      Bound bound("tiny-llama-f32", 12);
       bound.model.read(ids, 6, 0, 9);
       const CacheState before(bound.cache());
       const auto result =
@@ -106,7 +106,7 @@ void lengths_that_differ() {
 void inputs_that_executorch_refuses() {
   const Ids ids = text(12);
   const Rows wanted = with_refusals({}, ids);
-  Bound bound("llama-f32", 12);
+  Bound bound("tiny-llama-f32", 12);
   bound.model.read(ids, 6, 0, 9);
   const CacheState before(bound.cache());
 
@@ -140,15 +140,15 @@ void inputs_that_executorch_refuses() {
     CHECK(CacheState(bound.cache()) == before);
   }
   CHECK_REFUSED(
-      bound.model.step(text(33), run(0, 33)),
+      bound.model.step(text(65), run(0, 65)),
       ETKV_ERROR_INVALID_ARGUMENT,
-      "the step has 33 tokens, the program takes at most 32");
+      "the step has 65 tokens, the program takes at most 64");
   CHECK(CacheState(bound.cache()) == before);
   CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
 }
 
 void full() {
-  Bound bound("llama-f32", 6);
+  Bound bound("tiny-llama-f32", 6);
   const Ids ids = text(7);
   bound.at(0, slice(ids, 0, 5));
   CHECK(*bound.cache().can_extend() && !*bound.cache().can_extend(2));
@@ -197,8 +197,9 @@ void rewinds() {
 
 void last_row() {
   const Ids ids = text(20);
-  for (const char* name : {"llama-f32", "llama-bf16", "qwen3-f32"}) {
-    const bool half = std::string(name) == "llama-bf16";
+  for (const char* name :
+       {"tiny-llama-f32", "tiny-llama-bf16", "tiny-qwen3-f32"}) {
+    const bool half = std::string(name) == "tiny-llama-bf16";
     Bound all(name);
     Bound last(name, 64, "f32", 4, Logits::last);
     for (const auto& [start, n] :

@@ -92,7 +92,7 @@ class Tapped {
       int32_t capacity = 64,
       const Change& change = nullptr,
       const std::string& kind = Cache::kKind)
-      : program_(read_and_redirect("llama-f32")),
+      : program_(read_and_redirect("tiny-llama-f32")),
         module_(
             std::make_unique<::executorch::extension::BufferDataLoader>(
                 program_.data(),

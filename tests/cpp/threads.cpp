@@ -52,7 +52,7 @@ void programs_side_by_side() {
     return text(5 + static_cast<int64_t>(i), static_cast<uint32_t>(i) + 1);
   };
   const auto generate = [&](size_t i) {
-    Bound bound(i % 2 == 0 ? "llama-f32" : "qwen3-f32");
+    Bound bound(i % 2 == 0 ? "tiny-llama-f32" : "tiny-qwen3-f32");
     return greedy(bound, prompt(i), kIds);
   };
   std::vector<Ids> serially;
@@ -77,9 +77,9 @@ void programs_side_by_side() {
 /// Steps of several threads on one cache: each succeeds or is refused.
 void one_cache() {
   constexpr int32_t kCapacity = 40;
-  Bound first("llama-f32", kCapacity);
+  Bound first("tiny-llama-f32", kCapacity);
   const Ids ids = text(20);
-  const Rows wanted = Bound("llama-f32", kCapacity).at(0, ids);
+  const Rows wanted = Bound("tiny-llama-f32", kCapacity).at(0, ids);
 
   std::atomic<long> worked{0};
   std::atomic<long> refused{0};
@@ -112,7 +112,7 @@ void one_cache() {
       }
     }
   };
-  Model second("llama-f32");
+  Model second("tiny-llama-f32");
   must(second.load(first.session.key()));
   std::thread other([&] { stepping(second, 7); });
   stepping(first.model, 8);
@@ -131,9 +131,9 @@ void one_cache() {
 void control_during_steps() {
   constexpr int32_t kCapacity = 64;
   const Ids ids = text(48);
-  const Rows wanted = Bound("llama-f32", kCapacity).model.read(ids, 4);
+  const Rows wanted = Bound("tiny-llama-f32", kCapacity).model.read(ids, 4);
 
-  Bound bound("llama-f32", kCapacity);
+  Bound bound("tiny-llama-f32", kCapacity);
   const uint64_t slot = bound.cache().memory()->at_capacity / kCapacity;
   std::atomic<bool> done{false};
   std::atomic<long> asked{0};
@@ -183,7 +183,7 @@ void sequences_of_two_threads() {
       must(on->seq_rm(sequence));
     }
   };
-  Model second("llama-f32");
+  Model second("tiny-llama-f32");
   must(second.load(on.session.key()));
   bool same[2] = {true, true};
   std::thread other([&] { decode(second, 3, same[0]); });
@@ -213,7 +213,7 @@ void between_steps(Call call) {
 /// is lost or counted twice.
 void a_cache_stays_whole_without_a_lock() {
   On<SeqCache> on;
-  Model second("llama-f32");
+  Model second("tiny-llama-f32");
   must(second.load(on.session.key()));
   std::atomic<long> worked{0};
   const auto decode = [&](Model& model, int32_t first) {
@@ -256,7 +256,7 @@ void a_cache_stays_whole_without_a_lock() {
 /// Several threads use one handle, and free it meanwhile: each call works as if
 /// the handle were freed after it, or is refused.
 void one_handle() {
-  Model model("llama-f32");
+  Model model("tiny-llama-f32");
   const Session session = session_for(model);
   for (int round = 0; round < 30; ++round) {
     etkv_cache* handle = nullptr;
@@ -305,15 +305,15 @@ void coming_and_going() {
   std::vector<std::thread> threads;
   threads.emplace_back([&] {
     while (!done) {
-      Bound bound("qwen3-f32");
+      Bound bound("tiny-qwen3-f32");
       bound.at(0, text(9));
     }
   });
   threads.emplace_back([&] {
-    Model model("llama-f32");
+    Model model("tiny-llama-f32");
     while (!done) {
       Session session = session_for(model);
-      Model other("llama-f32");
+      Model other("tiny-llama-f32");
       must(other.load(session.key()));
       other.at(0, text(5));
       // The program is the last owner of the cache, and this thread frees both.

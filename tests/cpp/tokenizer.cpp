@@ -16,7 +16,7 @@ using examples::Message;
 using examples::Tokenizer;
 
 std::string folder() {
-  return std::filesystem::path(program_path("llama-f32"))
+  return std::filesystem::path(program_path("tiny-llama-f32"))
       .parent_path()
       .string();
 }
@@ -119,7 +119,7 @@ void errors() {
       std::string::npos);
 
   // libetkv's bridge has separate errors: neither library affects the other.
-  Module module(program_path("llama-f32"));
+  Module module(program_path("tiny-llama-f32"));
   LoadOptions options("no such key");
   const auto lost = load_method(module, "forward", options);
   CHECK(!lost.ok() && lost.error().status() == ETKV_ERROR_NO_CACHE);

@@ -44,9 +44,9 @@ Tamper replace(size_t index, const TensorPtr& tensor) {
   return replace(index, EValue(*tensor), tensor);
 }
 
-int64_t integers[64];
-int32_t narrow_integers[64];
-float reals[64 * kVocabulary];
+int64_t integers[kMaxTokens + 1];
+int32_t narrow_integers[3];
+float reals[kMaxTokens * kVocabulary];
 
 /// Faults that are detected only after the step has written its rows: the
 /// logits cannot be stored.
@@ -58,7 +58,7 @@ std::vector<Fault> output_faults() {
                          .dynamism(TensorShapeDynamism::STATIC)
                          .make_tensor_ptr();
   const auto small = from_blob(reals, {1, 1, kVocabulary - 1});
-  const auto flat = from_blob(reals, {64, kVocabulary});
+  const auto flat = from_blob(reals, {kMaxTokens, kVocabulary});
   const auto nowhere = from_blob(nullptr, sizes);
   const auto quantized = from_blob(reals, sizes, ScalarType::QInt8);
   return {
@@ -126,7 +126,7 @@ std::vector<Fault> argument_faults() {
       {"deep ids", shape, "[1, 1, 3]", replace(kIds, longs({1, 1, 3}))},
       {"two sequences", shape, "[2, 3]", replace(kIds, longs({2, 3}))},
       {"no ids", shape, "[1, 0]", replace(kIds, longs({1, 0}))},
-      {"too many ids", shape, "1 to 32", replace(kIds, longs({1, 33}))},
+      {"too many ids", shape, "1 to 64", replace(kIds, longs({1, 65}))},
       {"no positions", shape, "[0]", replace(kPositions, longs({0}))},
       {"deep positions", shape, "[1, 3]", replace(kPositions, longs({1, 3}))},
       {"an integer for ids",

@@ -31,9 +31,9 @@ SOURCE = HERE.parent.parent
 SECONDS = 3600
 """The time limit of a command, in seconds. Compiling all of etkv takes minutes."""
 
-MODELS = SOURCE / "build/models/cpp-tests"
-PROGRAM = MODELS / "llama-f32/model.pte"
-CPU_PROGRAM = MODELS / "llama-cpu/model.pte"
+MODELS = SOURCE / "build/models"
+PROGRAM = MODELS / "tiny-llama-f32/model.pte"
+CPU_PROGRAM = MODELS / "cpu-tiny-llama-f32/model.pte"
 
 # The same packages as in etkv's build, so that dependencies have the same features and are not compiled again.
 PACKAGES = "--package;etkv-capi;--package;etkv-tokenizer"
@@ -288,7 +288,7 @@ class Package:
 
 def main(build: Path) -> int:
     if not PROGRAM.exists() or not CPU_PROGRAM.exists():
-        run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
+        run(sys.executable, SOURCE / "tests/python/cpp_programs.py")
     # Only the main thread may set a handler.
     bounded.take_interruptions()
     # Settings in the environment would affect all projects below.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import cpp_programs
 import reference
 import runners
 import test_cpu_programs
@@ -13,10 +11,6 @@ import test_families
 import test_model_precision
 import test_outputs
 import test_passes
-import tiny_models
-
-sys.path.append(str(reference.ROOT / "tests/cpp"))
-import models as of_cpp
 
 FILES = (runners, test_cpu_programs, test_export, test_families, test_model_precision, test_outputs, test_passes)
 
@@ -24,8 +18,7 @@ FILES = (runners, test_cpu_programs, test_export, test_families, test_model_prec
 def main() -> None:
     variants = {variant for file in FILES for variant in file.VARIANTS} | set(test_model_precision.SMOLLM2)
     requests = [reference.request(variant) for variant in sorted(variants, key=str)]
-    of_tests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
-    reference.export([*requests, *of_tests])
+    reference.export(list(dict.fromkeys([*requests, *cpp_programs.requests()])))
 
 
 if __name__ == "__main__":

@@ -72,11 +72,16 @@ class Model(TinyProgram):
             self.close(found, expected)
 
 
+def recurrent_model(name: str, backend: str) -> Model:
+    """Return a model, whose program may be missing or stale."""
+    family, changes = recurrent_models.FAMILIES[name]
+    return Model(f"recurrent-{name}", family, changes, backend)
+
+
 @functools.cache
 def recurrent_program(name: str, backend: str) -> Model:
     """Return a model with a current program."""
-    family, changes = recurrent_models.FAMILIES[name]
-    model = Model(f"recurrent-{name}", family, changes, backend)
+    model = recurrent_model(name, backend)
     model.export()
     return model
 

@@ -78,6 +78,11 @@ class TinyProgram:
 
     def export(self) -> TinyProgram:
         """Write the model and its program, unless both are current. Return this object."""
+        reference.export([self.write()])
+        return self
+
+    def write(self) -> ExportRequest:
+        """Write the model, unless it is current. Return the request that exports its program."""
         text = f"{self.family} {sorted(self.changes.items())}".encode()
         sources = [Path(str(module.__file__)).read_bytes() for module in self.made_by]
         made_by = hashlib.sha256(b"".join([text, Path(__file__).read_bytes(), *sources])).hexdigest()
@@ -87,8 +92,7 @@ class TinyProgram:
                 self.transformers.save_pretrained(self.folder)
                 tiny_models.tokenizer().save_pretrained(self.folder)
                 stamp.write_text(made_by)
-        reference.export([self.request])
-        return self
+        return self.request
 
     @functools.cached_property
     def facts(self) -> etkv.ModelCacheParams:

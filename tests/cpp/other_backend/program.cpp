@@ -22,7 +22,7 @@ const Ids kPrompt = {1, 2, 3, 4};
 
 /// Returns the rows of a prompt, from a program that open_module opens.
 Rows rows_of_prompt(Module::LoadMode mode) {
-  auto module = must(open_module(program_path("llama-f32"), mode));
+  auto module = must(open_module(program_path("tiny-llama-f32"), mode));
   auto params = must(read_kv_cache_metadata(*module));
   CHECK_INT(params.layers.size(), 2);
   auto made = must(make_decode_session_and_options(
@@ -44,7 +44,7 @@ void load(const char* library) {
 int in_order(const std::vector<const char*>& libraries, const char* to) {
   CHECK(delegate_backend_id() == nullptr);
   CHECK_REFUSED(
-      open_module(program_path("llama-f32")),
+      open_module(program_path("tiny-llama-f32")),
       ETKV_ERROR_UNSUPPORTED,
       "link etkv::mlx_backend");
   for (const char* library : libraries) {
@@ -57,7 +57,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
       std::string(other_first ? kEtkvBackend : kMLXBackend));
 
   // Opened without open_module, the program runs, or the error says what to do.
-  Module plain(program_path("llama-f32"));
+  Module plain(program_path("tiny-llama-f32"));
   auto params = must(read_kv_cache_metadata(plain));
   auto made = must(make_decode_session_and_options(
       kMLXBackend, make_config(params, 16, "f32")));
