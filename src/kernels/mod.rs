@@ -16,6 +16,7 @@ pub mod recurrent;
 mod rotary;
 #[cfg(test)]
 pub(crate) mod testing;
+mod unpack;
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -33,6 +34,7 @@ pub use self::linear::{few_rows, Gate, Product, RmsNorm, Rotation, MAX_ROWS};
 pub use self::norm::{norm, Norm};
 use self::raw::Kernel;
 pub use self::rotary::rotary;
+pub use self::unpack::{unpack, AffineWeights};
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 

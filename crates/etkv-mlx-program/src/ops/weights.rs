@@ -8,6 +8,7 @@ use mlx_rs::{Array, Dtype};
 use super::calls::none;
 use crate::error::Result;
 use crate::ir::{Packing, PackingMode};
+use etkv::kernels::{unpack, AffineWeights};
 use etkv::mlx::{self, call, cast, optional_int, slice_axis};
 
 impl Packing {
@@ -110,6 +111,9 @@ impl Weights {
     /// Returns the weights in `dtype`. Scales and biases are applied in float32, and the result is rounded once: in
     /// half precision the error would be three times as large.
     pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
+        if let Some(made) = self.unpacked_by_kernel(dtype)? {
+            return Ok(made);
+        }
         let (wide, of_result) = match self.packing.mode {
             PackingMode::Affine => (self.in_float32()?, Dtype::Float32),
             _ => (self.clone(), dtype),
@@ -131,6 +135,15 @@ impl Weights {
             )
         })?;
         cast(&made, dtype)
+    }
+
+    fn unpacked_by_kernel(&self, dtype: Dtype) -> Result<Option<Array>> {
+        let (PackingMode::Affine, Some(biases)) = (self.packing.mode, &self.biases) else {
+            return Ok(None);
+        };
+        let Packing { group_size, bits, .. } = self.packing;
+        let (codes, scales) = (&self.w, &self.scales);
+        unpack(&AffineWeights { codes, scales, biases, bits, group_size }, dtype)
     }
 
     /// Whether a row has a single group.
