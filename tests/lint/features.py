@@ -1,4 +1,4 @@
-"""Checks that CMake's build and Cargo's tests enable the same features of every package.
+"""Checks that CMake's build and the commands of Cargo's tests enable the same features of every package.
 
 If features differ, Cargo compiles the package and its dependents twice.
 """
@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 CMAKE = ["--edges", "normal,build", "--package", "etkv-capi", "--package", "etkv-tokenizer"]
+CORE = ["--edges", "normal,build,dev", "--package", "etkv-core", "--package", "mlx-sys"]
+"""The packages of the first command in tools/test-rust."""
 TESTS = ["--edges", "normal,build,dev", "--workspace", "--exclude", "etkv-benches"]
 
 
@@ -21,11 +23,13 @@ def packages(options: list[str]) -> set[str]:
 
 def main() -> int:
     tests = packages(TESTS)
-    different = sorted(packages(CMAKE) - tests)
-    for package in different:
-        others = [other for other in tests if other.split(" [")[0] == package.split(" [")[0]]
-        print(f"CMake builds {package}, Cargo's tests {' and '.join(others) or 'nothing'}", file=sys.stderr)
-    return 1 if different else 0
+    same = True
+    for what, options in [("CMake builds", CMAKE), ("The core's tests use", CORE)]:
+        for package in sorted(packages(options) - tests):
+            others = [other for other in tests if other.split(" [")[0] == package.split(" [")[0]]
+            print(f"{what} {package}, Cargo's tests {' and '.join(others) or 'nothing'}", file=sys.stderr)
+            same = False
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
