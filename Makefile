@@ -89,7 +89,7 @@ format: .venv/.ready ## Format every file
 test-unit: .venv/.ready ## Run the unit tests of crates that need no MLX
 	cargo test --release --locked -p etkv-core -p etkv-cpu -p etkv-delegate -p etkv-file
 test-conformance: .venv/.ready ## Compare generated operations on every store with an independent model
-	cargo test --release --locked -p etkv-tests --test 'on_*'
+	cargo test --release --locked -p etkv-tests --test caches --test on_mlx
 test-rust: .venv/.ready ## Run Rust's tests; those of the core also with debug assertions
 	@tools/test-rust
 test-cpp: build ## Run the tests of the C and C++ interfaces
