@@ -1,5 +1,5 @@
-//! Unpacks affine weights in one kernel launch on CUDA. MLX would convert scales and biases to float32, unpack to
-//! float32, and round: five launches, and four times the bytes.
+//! Unpacks affine weights in one kernel launch on CUDA. With MLX, scales and biases would be converted to float32, and
+//! the weights unpacked to float32 and rounded: four launches, and four times the bytes.
 
 use std::ffi::CStr;
 
@@ -28,12 +28,23 @@ pub struct AffineWeights<'a> {
     pub group_size: i32,
 }
 
+impl AffineWeights<'_> {
+    /// The shape of the weights in `dtype`, `[.., rows, inputs]`, if the kernel supports them.
+    pub fn unpacked_shape(&self, dtype: Dtype) -> Option<Vec<i32>> {
+        let launch = Launch::of(self, dtype)?;
+        let mut shape = self.codes.shape().to_vec();
+        *shape.last_mut()? *= launch.template.codes_of_a_word();
+        Some(shape)
+    }
+}
+
 static KERNELS: Mutex<TextKernels<UnpackTemplate>> = Mutex::new(TextKernels::new("unpack", &[]));
 
 /// Returns the weights, `[.., rows, inputs]`, computed in float32 and rounded once to `dtype`, if the kernel supports
 /// the call.
 pub fn unpack(weights: &AffineWeights, dtype: Dtype) -> Result<Option<Array>> {
-    let Some(launch) = Launch::of(weights, dtype) else {
+    let (Some(launch), Some(shape)) = (Launch::of(weights, dtype), weights.unpacked_shape(dtype))
+    else {
         return Ok(None);
     };
     if !can_run()? {
@@ -43,10 +54,6 @@ pub fn unpack(weights: &AffineWeights, dtype: Dtype) -> Result<Option<Array>> {
     let (codes, scales, biases) =
         (stacked(weights.codes)?, stacked(weights.scales)?, stacked(weights.biases)?);
     let inputs = [(c"codes", Some(&codes)), (c"scales", Some(&scales)), (c"biases", Some(&biases))];
-    let mut shape = weights.codes.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last *= launch.template.codes_of_a_word();
-    }
     let outputs = [(c"out", &shape[..], dtype)];
     let made =
         KERNELS.lock().launch(launch.template, &inputs, &outputs, [launch.words, 1, 1], THREADS)?;
@@ -75,9 +82,10 @@ impl Launch {
             && group_size % template.codes_of_a_word() == 0
             && leading == of_scales
             && !leading.is_empty()
-            && words.checked_mul(template.codes_of_a_word()) == groups.checked_mul(group_size)
             && biases.shape() == scales.shape()
             && biases.dtype() == scales.dtype();
+        let inputs = words.checked_mul(fits.then(|| template.codes_of_a_word())?)?;
+        let fits = groups.checked_mul(group_size) == Some(inputs);
         let words = codes.shape().iter().try_fold(1i32, |all, &n| all.checked_mul(n))?;
         (fits && (1..=i32::MAX - THREADS).contains(&words)).then_some(Self { template, words })
     }
@@ -144,6 +152,8 @@ impl Template for UnpackTemplate {
 
 #[cfg(test)]
 mod tests {
+    use mlx_rs::ops::broadcast_to;
+
     use super::*;
     use crate::kernels::testing::{array, on_cuda, units, values};
     use crate::mlx::slice_axis;
@@ -176,9 +186,11 @@ mod tests {
                     (Dtype::Float16, Dtype::Float32),
                 ] {
                     let (codes, scales, biases) = parts([3, 5, 384], bits, group_size, dtype);
-                    // Some rows of all matrices, which are not contiguous.
+                    // Some rows of all matrices, which are not contiguous, and biases without strides.
                     let rows = |part: &Array| slice_axis(part, 1, 1, 4, 1);
-                    let (codes, scales, biases) = (rows(&codes)?, rows(&scales)?, rows(&biases)?);
+                    let bias = slice_axis(&biases, 1, 0, 1, 1)?;
+                    let biases = broadcast_to(bias, &[3, 3, 384 / group_size])?;
+                    let (codes, scales) = (rows(&codes)?, rows(&scales)?);
                     let weights = AffineWeights {
                         codes: &codes,
                         scales: &scales,
@@ -221,6 +233,7 @@ mod tests {
         };
         let launch = Launch::of(&weights, Dtype::Bfloat16).unwrap();
         assert_eq!((launch.words, launch.template.elements), (64, ["__half", "__nv_bfloat16"]));
+        assert_eq!(weights.unpacked_shape(Dtype::Bfloat16), Some(vec![1, 4, 128]));
         assert_eq!(Launch::of(&weights, Dtype::Int32), None);
         for bits in [0, 3, 5, 6] {
             assert_eq!(Launch::of(&AffineWeights { bits, ..weights }, Dtype::Float16), None);
@@ -232,6 +245,15 @@ mod tests {
         assert_eq!(Launch::of(&AffineWeights { biases: &wide, ..weights }, Dtype::Float16), None);
         let signed = codes.as_dtype(Dtype::Int32).unwrap();
         assert_eq!(Launch::of(&AffineWeights { codes: &signed, ..weights }, Dtype::Float16), None);
+        // Sizes that overflow, of arrays that take no memory.
+        let expanded = |array: &Array, n| {
+            broadcast_to(slice_axis(array, 2, 0, 1, 1).unwrap(), &[1, 4, n]).unwrap()
+        };
+        let (long, groups) = (expanded(&codes, (1 << 29) + 4), expanded(&scales, 1 << 27));
+        let weights_of =
+            |codes, groups| AffineWeights { codes, scales: groups, biases: groups, ..weights };
+        assert_eq!(Launch::of(&weights_of(&long, &groups), Dtype::Float16), None);
+        assert_eq!(Launch::of(&weights_of(&long, &scales), Dtype::Float16), None);
         let fewer = slice_axis(&codes, 1, 0, 3, 1).unwrap();
         assert_eq!(Launch::of(&AffineWeights { codes: &fewer, ..weights }, Dtype::Float16), None);
     }

@@ -26,14 +26,18 @@ void answers_as_reference(
     const std::vector<Ids>& prompts,
     size_t n,
     int64_t depth,
-    int64_t width) {
-  Target target;
-  const auto proposer = draft(name, target);
+    int64_t width,
+    int32_t capacity = 200) {
+  Target target("tiny-llama-f32", capacity);
+  const auto proposer = draft(name, target, capacity);
   Speculation speculation(target, *proposer, depth, width);
+  const Change change = [&](CacheConfig& config) {
+    config.capacity = capacity;
+  };
   for (const Ids& prompt : prompts) {
     CHECK(
         speculation.answer(prompt, n).ids ==
-        reference_ids("tiny-llama-f32", prompt, n));
+        reference_ids("tiny-llama-f32", prompt, n, change));
   }
 }
 
@@ -51,11 +55,19 @@ void costs_before_the_first_tree() {
 /// so the whole text is read again.
 void windows() {
   const TreeShape shape = {3, 2, 32};
-  const Ids before = text(120, 5);
+  constexpr int32_t kCapacity = 400;
+  const Ids before = text(240, 5);
   const Ids other = joined(slice(before, 0, 10), text(30, 6));
+  {
+    On<Cache> on(
+        [](CacheConfig& config) { config.capacity = kCapacity; },
+        "tiny-mistral-window-f32");
+    on.model.read(before, kMaxTokens);
+    CHECK(must(on.cache().rewindable_to()) > 10);
+  }
 
-  Target target;
-  const auto proposer = draft("tiny-mistral-window-f32", target);
+  Target target("tiny-llama-f32", kCapacity);
+  const auto proposer = draft("tiny-mistral-window-f32", target, kCapacity);
   Sampler greedy;
   must(proposer->propose(before, shape, greedy));
   const auto tree = must(proposer->propose(other, shape, greedy));
@@ -67,7 +79,7 @@ void windows() {
       again, fresh("tiny-mistral-window-f32", slice(other, 0, 35), shape)));
 
   answers_as_reference(
-      "tiny-mistral-window-f32", {before, other, before}, 40, 3, 2);
+      "tiny-mistral-window-f32", {before, other, before}, 40, 3, 2, kCapacity);
 }
 
 /// No level has more nodes than the draft accepts tokens in a step.

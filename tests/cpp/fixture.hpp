@@ -48,11 +48,12 @@ inline const char* backend() {
   return on_cpu() ? kCPUBackend : kMLXBackend;
 }
 
-/// Returns the path of a program. On the CPU, names that end with `-f32` are
-/// those of MLX programs that also exist for the CPU.
+/// Returns the path of a program. On the CPU, a name that ends with `-f32`
+/// stands for `cpu-` and the name.
 inline std::string program_path(std::string name) {
   const size_t end = name.rfind("-f32");
-  if (on_cpu() && end != std::string::npos && end + 4 == name.size()) {
+  const bool is_f32 = end != std::string::npos && end + 4 == name.size();
+  if (on_cpu() && is_f32 && name.rfind("cpu-", 0) != 0) {
     name = "cpu-" + name;
   }
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";

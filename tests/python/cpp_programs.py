@@ -54,7 +54,10 @@ def _write_greedy(model: Model) -> None:
             raise ValueError(f"id {len(text)} of {file} is not clear: two logits differ by {best - second}")
         text.append(int(chosen))
     lines = (text[:PROMPT], text[PROMPT:])
-    file.write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
+    # Another process may write the same.
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
+    scratch.replace(file)
 
 
 def requests() -> list[ExportRequest]:

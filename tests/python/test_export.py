@@ -267,8 +267,8 @@ def _error(model, tmp_path, **arguments) -> str:
 
 
 def test_context_beyond_the_model(tiny, tmp_path):
-    assert _error(tiny("tiny-llama"), tmp_path, max_context=2049) == (
-        "max-context 2049 is above the 2048 positions of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, max_context=tiny_models.CONTEXT + 1) == (
+        f"max-context {tiny_models.CONTEXT + 1} is above the {tiny_models.CONTEXT} positions of the model"
     )
 
 

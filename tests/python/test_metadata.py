@@ -18,6 +18,7 @@ from etkv.config import LayerConfig
 from etkv.errors import EtkvError
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from reference import Variant
+from tiny_models import CONTEXT
 
 
 def versioned(**changes):
@@ -128,7 +129,7 @@ def test_metadata_of_the_exporter(exported):
     """In a program of this package's exporter, layers and steps are those of the tiny model."""
     params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")
     assert params.layers == (LayerConfig(2, 16, 16, dtype="f32"),) * 2
-    assert (params.prefill_chunk_size, params.max_context_length) == (64, 2048)
+    assert (params.prefill_chunk_size, params.max_context_length) == (64, CONTEXT)
 
 
 def test_executorchs_exporter():

@@ -11,6 +11,7 @@ import lacking_program
 from etkv import __main__ as command
 from etkv import _tables, describe_program, inspection, pte
 from etkv.errors import EtkvError
+from tiny_models import CONTEXT
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def test_report_as_json(program, capsys):
     assert found["program"]["operations"]["UpdateAndAttend"] == 2
     layer = {"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0, "chunk": 0, "dtype": "f32"}
     assert found["layers"] == [{**layer, "values_in_keys": False}] * 2
-    assert found["cache"]["capacity"] == 2048
-    assert found["cache"]["bytes"]["f32"] == {"at_capacity": 2048 * 512, "a_position": 512}
+    assert found["cache"]["capacity"] == CONTEXT
+    assert found["cache"]["bytes"]["f32"] == {"at_capacity": CONTEXT * 512, "a_position": 512}
     assert found["constants"]["bytes"] > 0
 
 

@@ -113,7 +113,7 @@ class TinyProgram:
         return kind(CacheConfig(self.facts.layers, **fields), backend=self.facts.backend)
 
     def load(self, session: Session, passes: str = "default") -> etkv.Program:
-        # The tiny models have a context of 256 tokens, and rotate by any position.
+        # Some tiny models have a context of 256 tokens. All of them rotate by any position.
         return etkv.load(self.request.output, session, passes=passes, beyond_context=True)
 
     def alone(self, text: Sequence[int], prompt: int) -> torch.Tensor:

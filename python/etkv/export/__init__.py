@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import causal, companions, hf_folder, layers, limits, manifest, source, staging
+from etkv.export import causal, companions, faster, hf_folder, layers, limits, manifest, source, staging
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained, reason
 from etkv.export.request import ExportRequest
@@ -61,7 +61,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     if request.keep_hf is not None:
         companions.check_places(request.keep_hf, ["config.json"])
     try:
-        with _ONE_EXPORT:
+        with _ONE_EXPORT, faster.collecting_rarely():
             return _export(request, source.find(request.model), progress or Progress())
     except EtkvError:
         raise
@@ -72,18 +72,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import (
-        attention,
-        check,
-        faster,
-        latent,
-        lowering,
-        position_scale,
-        recurrent,
-        rope,
-        sparsity,
-        text_part,
-    )
+    from etkv.export import attention, check, latent, lowering, position_scale, recurrent, rope, sparsity, text_part
     from etkv.export.packing import Packing, without_products
     from etkv.export.scratch import Scratch
 
@@ -97,8 +86,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     family = config.model_type
-    with contextlib.ExitStack() as scratches:
-        scratches.enter_context(faster.faster())
+    with faster.without_needless_work(), contextlib.ExitStack() as scratches:
         for folder in dict.fromkeys(filter(None, (request.output.parent, request.keep_hf))):
             for leftover in staging.remove_leftovers(folder):
                 progress.note(f"removed {leftover}, which a killed export had left")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import signal
 import sys
 import traceback
@@ -225,9 +224,6 @@ def main(arguments: list[str] | None = None) -> int:
         if if_changed and is_current(request):
             print(f"{request.output} is current", file=sys.stderr)
             return 0
-        # An export creates millions of objects that live until its end. By default, the garbage collector's search for
-        # cycles takes an eighth of the time.
-        gc.set_threshold(50_000, 20, 100)
         before = _stamp(request.output)
         with _cleanup_at_signals(), third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
             export_program(request, Progress(stream))

@@ -6,6 +6,7 @@ use std::ops::Range;
 use mlx_rs::{Array, Dtype};
 
 use super::calls::none;
+use super::limits::check_size;
 use crate::error::Result;
 use crate::ir::{Packing, PackingMode};
 use etkv::kernels::{unpack, AffineWeights};
@@ -143,7 +144,13 @@ impl Weights {
         };
         let Packing { group_size, bits, .. } = self.packing;
         let (codes, scales) = (&self.w, &self.scales);
-        unpack(&AffineWeights { codes, scales, biases, bits, group_size }, dtype)
+        let weights = AffineWeights { codes, scales, biases, bits, group_size };
+        let Some(shape) = weights.unpacked_shape(dtype) else {
+            return Ok(None);
+        };
+        // The first launch of a kernel is not lazy, so the size of its result is checked before.
+        check_size(&shape, dtype)?;
+        unpack(&weights, dtype)
     }
 
     /// Whether a row has a single group.
