@@ -31,10 +31,7 @@ pub struct AffineWeights<'a> {
 impl AffineWeights<'_> {
     /// The shape of the weights in `dtype`, `[.., rows, inputs]`, if the kernel supports them.
     pub fn unpacked_shape(&self, dtype: Dtype) -> Option<Vec<i32>> {
-        let launch = Launch::of(self, dtype)?;
-        let mut shape = self.codes.shape().to_vec();
-        *shape.last_mut()? *= launch.template.codes_of_a_word();
-        Some(shape)
+        Launch::of(self, dtype).map(|launch| launch.shape)
     }
 }
 
@@ -43,8 +40,7 @@ static KERNELS: Mutex<TextKernels<UnpackTemplate>> = Mutex::new(TextKernels::new
 /// Returns the weights, `[.., rows, inputs]`, computed in float32 and rounded once to `dtype`, if the kernel supports
 /// the call.
 pub fn unpack(weights: &AffineWeights, dtype: Dtype) -> Result<Option<Array>> {
-    let (Some(launch), Some(shape)) = (Launch::of(weights, dtype), weights.unpacked_shape(dtype))
-    else {
+    let Some(launch) = Launch::of(weights, dtype) else {
         return Ok(None);
     };
     if !can_run()? {
@@ -54,7 +50,7 @@ pub fn unpack(weights: &AffineWeights, dtype: Dtype) -> Result<Option<Array>> {
     let (codes, scales, biases) =
         (stacked(weights.codes)?, stacked(weights.scales)?, stacked(weights.biases)?);
     let inputs = [(c"codes", Some(&codes)), (c"scales", Some(&scales)), (c"biases", Some(&biases))];
-    let outputs = [(c"out", &shape[..], dtype)];
+    let outputs = [(c"out", &launch.shape[..], dtype)];
     let made =
         KERNELS.lock().launch(launch.template, &inputs, &outputs, [launch.words, 1, 1], THREADS)?;
     Ok(made.and_then(|made| made.into_iter().next()))
@@ -66,6 +62,8 @@ struct Launch {
     template: UnpackTemplate,
     /// The number of words of all weights.
     words: i32,
+    /// The shape of the result.
+    shape: Vec<i32>,
 }
 
 impl Launch {
@@ -87,7 +85,12 @@ impl Launch {
         let inputs = words.checked_mul(fits.then(|| template.codes_of_a_word())?)?;
         let fits = groups.checked_mul(group_size) == Some(inputs);
         let words = codes.shape().iter().try_fold(1i32, |all, &n| all.checked_mul(n))?;
-        (fits && (1..=i32::MAX - THREADS).contains(&words)).then_some(Self { template, words })
+        let shape = [leading, &[inputs]].concat();
+        (fits && (1..=i32::MAX - THREADS).contains(&words)).then_some(Self {
+            template,
+            words,
+            shape,
+        })
     }
 }
 

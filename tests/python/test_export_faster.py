@@ -36,7 +36,7 @@ def test_all_of_it_is_left_out_and_comes_back(before):
     """It fails if a release of torch renames a replaced function."""
     with faster.collecting_rarely(), faster.without_needless_work():
         within = state()
-        assert all(now != then for now, then in zip(within, before, strict=True))
+        assert all(inner != outer for inner, outer in zip(within, before, strict=True))
         with faster.collecting_rarely(), faster.without_needless_work():
             assert torch.fx.traceback.copy.deepcopy([1]) == [1]
             assert torch._dynamo.guards.PyExprCSEPass.count(None, []) is None
