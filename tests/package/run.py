@@ -175,7 +175,8 @@ class Package:
         options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
         # Without MLX, the tokenizer's dependencies have other features, and Cargo would have to compile them for this
         # test only.
-        cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", "-DETKV_RUST_PACKAGES=--package;etkv-capi"]
+        packages = f"--package;etkv-capi;--config;{HERE / 'quick.toml'}"
+        cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", f"-DETKV_RUST_PACKAGES={packages}"]
         configure(SOURCE, build / "cmake", *options, *cargo)
         run("cmake", "--build", build / "cmake")
         run("cmake", "--install", build / "cmake", "--prefix", prefix)

@@ -33,9 +33,16 @@ from reference import PROMPT, Variant, config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files with the real model first. They take longest, and other workers would wait for them at the end."""
-    long = {item.path for item in items if item.get_closest_marker("real_model")}
-    items.sort(key=lambda item: item.path not in long)
+    """Skip the long tests unless they are asked for.
+
+    Sort files with the real model first. They take longest, and other workers would wait for them at the end.
+    """
+    if not reference.EVERYTHING:
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="make test-long"))
+    first = {item.path for item in items if item.get_closest_marker("real_model")}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @pytest.fixture(scope="session", autouse=True)

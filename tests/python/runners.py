@@ -41,8 +41,6 @@ LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 DRAFTED = ("tiny-gemma3", "tiny-llama", "tiny-qwen3") if EVERYTHING else ("tiny-llama",)
 TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
 
-only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
-
 
 def runner(name: str) -> Path:
     return reference.BIN / f"etkv_{name}"

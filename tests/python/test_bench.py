@@ -22,8 +22,6 @@ from benches.run import lengths, measure, models, plots, report
 from benches.run.measure import Bench, Model, NotRunError, Results
 from benches.run.report import Panel, Plot, Table, Topic
 
-pytestmark = pytest.mark.long
-
 SHELL = ["/bin/sh", "-c"]
 
 

@@ -21,10 +21,7 @@ from etkv.export import ExportRequest
 from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
 from reference import STORY, Variant
-from runners import only_long
 from test_draft import hidden_states as first_hidden_states
-
-pytestmark = pytest.mark.long
 
 FAMILIES = [
     variant.on("cpu")
@@ -229,7 +226,7 @@ def test_nodes_between_two_calls_are_one_delegate(programs, variant):
         assert not [name for name in file.operators("forward") if "slice" in name]
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.parametrize("variant", [LLAMA, QUANTIZED], ids=str)
 def test_omitted_passes_would_change_nothing(programs, variant, tmp_path, monkeypatch):
     from etkv.export import export_program

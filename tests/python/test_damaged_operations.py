@@ -17,9 +17,7 @@ sys.path.insert(0, str(reference.ROOT))
 
 from tests.upstream_ops import damage
 
-pytestmark = pytest.mark.long
-
-PROGRAMS = 10_000 if EVERYTHING else 600
+PROGRAMS = 10_000 if EVERYTHING else 200
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are limited as on Linux")

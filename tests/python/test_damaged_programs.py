@@ -23,7 +23,7 @@ import damage
 import reference
 from reference import FORWARD, Program, Variant
 
-COPIES = int(os.environ.get("ETKV_DAMAGED_COPIES", "120"))
+COPIES = int(os.environ.get("ETKV_DAMAGED_COPIES", "40"))
 SECONDS = 60
 """Seconds after which a process counts as hung."""
 RAN, REFUSED, HANGS = 0, 1, "hangs"

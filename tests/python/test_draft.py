@@ -16,7 +16,6 @@ from etkv.constants import read_constants
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, export_program
 from reference import STORY
-from runners import only_long
 
 IDS = list(STORY.encode())[:90]
 
@@ -104,7 +103,7 @@ def test_unknown_hidden_states_are_predicted(draft):
     np.testing.assert_allclose(logits[0], reference.logits(model, IDS), atol=5e-4)
 
 
-@pytest.mark.parametrize("name", ["granite-swa", pytest.param("gemma2", marks=[pytest.mark.long, only_long])])
+@pytest.mark.parametrize("name", ["granite-swa", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_a_draft_has_the_sinks_and_the_softcap_of_its_model(name, tmp_path, few_texts):
     folder = sinks_models.write(name, tmp_path / "model")
     output = tmp_path / "out/model.pte"

@@ -17,13 +17,10 @@ from runners import (
     answers,
     checked,
     command,
-    only_long,
     refused,
     runner,
     succeed,
 )
-
-pytestmark = pytest.mark.long
 
 MODELS = DRAFTED
 SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
@@ -51,7 +48,7 @@ def test_drafts_do_not_change_the_answer(name):
     reference.note(f"{name}: {said}")
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_a_draft_of_a_model_with_recurrent_layers(tmp_path, backend):
     """The draft has a recurrent layer and a layer with attention."""
@@ -67,7 +64,7 @@ def test_a_draft_of_a_model_with_recurrent_layers(tmp_path, backend):
         assert checked(done)[1] > 0
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "nvfp4", "row-int4", pytest.param("affine4g32", marks=only_long)])
+@pytest.mark.parametrize("kv_format", ["f16", "nvfp4", "row-int4", pytest.param("affine4g32", marks=pytest.mark.long)])
 def test_in_few_bits(kv_format):
     """Heads of tiny Llama have 16 elements, half of a group of `affine4g32`."""
     check(pair(MODELS[-1]), "--max-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
@@ -81,7 +78,7 @@ def test_a_draft_of_small_steps():
     assert 4 < max(counts) <= 8
 
 
-@only_long
+@pytest.mark.long
 def test_a_draft_of_another_model():
     """If all sizes are equal, the runner cannot detect the wrong draft. The answers are still right."""
     check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
@@ -131,7 +128,7 @@ def test_memory_returns_to_where_it_was():
 
 @pytest.mark.parametrize(
     ("options", "gives"),
-    [({}, "none"), pytest.param({"tap_layers": (1,)}, "those of layer 1", marks=only_long)],
+    [({}, "none"), pytest.param({"tap_layers": (1,)}, "those of layer 1", marks=pytest.mark.long)],
     ids=["none", "another layer's"],
 )
 def test_a_target_that_does_not_give_the_hidden_states(options, gives):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def names_in(file: Path) -> set[str]:
     """Return the names of the tests in a file, without running it."""
@@ -22,6 +24,7 @@ def names_in(file: Path) -> set[str]:
     }
 
 
+@pytest.mark.long
 def test_all_of_them_pass():
     """The tests run in a process without ExecuTorch's op. No test of the file is omitted or skipped.
     ``executorch_adapter.py`` lists the differences that it translates.

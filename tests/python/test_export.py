@@ -15,9 +15,6 @@ from etkv import describe_program, pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, attention, companions, cpu, export_program, is_current, limits, mlx, source
 from reference import Program, Variant
-from runners import only_long
-
-pytestmark = pytest.mark.long
 
 VARIANTS = reference.chosen(
     [
@@ -195,7 +192,7 @@ def test_a_failed_export_leaves_the_previous_one(exported, tiny, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "where", ["etkv.export.lowering.lower", pytest.param("etkv.export.companions.write", marks=only_long)]
+    "where", ["etkv.export.lowering.lower", pytest.param("etkv.export.companions.write", marks=pytest.mark.long)]
 )
 def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, tmp_path, monkeypatch, where):
     out = shutil.copytree(exported("tiny-llama"), tmp_path / "out")
@@ -212,10 +209,8 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     assert [folder for folder in out.rglob("*") if folder.is_dir()] == [out / "hf"]
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [pytest.param(False, id="one folder for all", marks=only_long), pytest.param(True, id="beside a GGUF file")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("beside", [False, True], ids=["one folder for all", "beside a GGUF file"])
 def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside):
     """If program, weights and a GGUF model share a folder, nothing is exported again, and no input is lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
@@ -232,6 +227,7 @@ def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside
     assert request.output.read_bytes() == first
 
 
+@pytest.mark.long
 def test_companions_of_an_earlier_model_go(tiny, tmp_path):
     model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     (model / "chat_template.jinja").unlink()
@@ -423,6 +419,7 @@ def test_a_refused_configuration_has_the_reason(tiny, tmp_path, changes, reason)
     assert said.startswith(f"the configuration of {model} cannot be read: {reason}")
 
 
+@pytest.mark.long
 def test_a_configuration_that_asks_for_tuples(tiny, tmp_path):
     model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     _change(model, {"return_dict": False})

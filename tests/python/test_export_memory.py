@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 import tiny_models
 from etkv import _mlx_serialization
 from etkv.export import progress
-from runners import only_long
 
 _mlx_serialization.ensure_available()
 
@@ -53,7 +52,6 @@ print((watching.most - watching.begin) * 1024, file=sys.stderr)
 
 
 @linux
-@only_long
 @pytest.mark.long
 def test_an_export_needs_less_memory_than_its_weights(tmp_path):
     """The weights have 300 MB. Without streaming, ExecuTorch would hold several copies of the quantized weights."""

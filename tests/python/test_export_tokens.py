@@ -72,11 +72,21 @@ READ_PLACES = {
 }
 
 
+SHORT = ("shift", "attention", "place")
+"""The changes of `make test`: a token reads the one before it, all tokens, or its index."""
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in [*READ_OTHERS, *READ_PLACES]),
-        *((name, torch.bfloat16) for name in ("attention", "mask of values", "place")),
+        *(
+            pytest.param(name, torch.float32, marks=() if name in SHORT else pytest.mark.long)
+            for name in [*READ_OTHERS, *READ_PLACES]
+        ),
+        *(
+            pytest.param(name, torch.bfloat16, marks=pytest.mark.long)
+            for name in ("attention", "mask of values", "place")
+        ),
     ],
     ids=str,
 )
@@ -116,9 +126,11 @@ def test_an_op_with_positions_of_its_own():
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in ("opt", "phi", "gemma4_text")),
-        *((family, torch.bfloat16) for family in ("falcon_h1", "qwen3_5_text", "mixtral")),
-        ("llama", torch.float16),
+        ("gemma4_text", torch.float32),
+        ("qwen3_5_text", torch.bfloat16),
+        *(pytest.param(family, torch.float32, marks=pytest.mark.long) for family in ("opt", "phi")),
+        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.long) for family in ("falcon_h1", "mixtral")),
+        pytest.param("llama", torch.float16, marks=pytest.mark.long),
     ],
     ids=str,
 )

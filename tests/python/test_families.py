@@ -12,8 +12,6 @@ import tiny_models
 from etkv.description import describe_program
 from reference import STORY, Program, Variant
 
-pytestmark = pytest.mark.long
-
 # test_model_precision tests Qwen2, Llama and Qwen3 in other dtypes, and test_windows tests windows.
 VARIANTS = reference.chosen(
     [

@@ -1,7 +1,4 @@
-"""Programs of tiny models of transformers' families equal transformers, or the export is refused with a sentence.
-
-All families run in `make test-long`.
-"""
+"""Programs of tiny models of transformers' families equal transformers, or the export is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -13,27 +10,10 @@ import family_sweep
 import reference
 import tiny_families
 from etkv.export import families
-from reference import EVERYTHING
 
 pytestmark = pytest.mark.long
 
-SHORT = {
-    # A family with its own mask.
-    ("doge", "mlx"): "refused",
-    # A family whose sizes differ between layers.
-    ("gemma4_text", "mlx"): "equal",
-    # A family whose delegates would form a cycle, and with constants of a distribution.
-    ("gemma3n_text, sparse", "cpu"): "equal",
-    # A family that scales queries by their positions.
-    ("llama4_text, scaled queries", "cpu"): "equal",
-}
-"""Cases that run in `make test` -> their outcomes."""
-
-CASES = (
-    [(family, backend) for family in tiny_families.names() for backend in family_sweep.BACKENDS]
-    if EVERYTHING
-    else list(SHORT)
-)
+CASES = [(family, backend) for family in tiny_families.names() for backend in family_sweep.BACKENDS]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +31,5 @@ def outcomes(tmp_path_factory) -> dict[str, dict[str, family_sweep.Outcome]]:
 def test_family(outcomes, family, backend):
     found = outcomes[family][backend]
     assert not found.is_fault, found
-    assert (
-        found.kind == families.read()["outcomes"][family][backend]["kind"] == SHORT.get((family, backend), found.kind)
-    )
+    assert found.kind == families.read()["outcomes"][family][backend]["kind"]
     assert "\n" not in found.reason

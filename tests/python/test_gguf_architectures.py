@@ -309,6 +309,7 @@ def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
     np.testing.assert_allclose(logits(read(file)), expected, rtol=1e-3, atol=1e-3 * expected.std())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_integers_stand_for_the_weights(folder, tmp_path, name):
     """Quantized matrices are read as integers and scales, whatever the order of their rows or columns in a file."""

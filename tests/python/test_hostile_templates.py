@@ -14,9 +14,7 @@ import reference
 import runner_tokenizer
 from reference import EVERYTHING
 
-pytestmark = pytest.mark.long
-
-TEMPLATES = list(hostile_templates.templates(seed=7, count=1000))[:: 1 if EVERYTHING else 20]
+TEMPLATES = list(hostile_templates.templates(seed=7, count=1000))[:: 1 if EVERYTHING else 50]
 ADDRESS_SPACE = 2 << 30
 SECONDS = 20
 """Maximum seconds of a rendering. On an idle machine none takes 5 seconds, but tests share the cores."""

@@ -20,7 +20,7 @@ import reference
 from etkv import _device, _library, generation
 from reference import PROMPT, config
 
-STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "5"))
+STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "17"))
 """Of this many points at which Ctrl-C can arrive, one is tested."""
 
 

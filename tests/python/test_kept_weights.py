@@ -253,7 +253,11 @@ class Noted(Progress):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "dtype"), [("integers, scales and biases", 8, "float32"), ("floats of experts", 2, "bfloat16")]
+    ("kind", "n", "dtype"),
+    [
+        ("integers, scales and biases", 8, "float32"),
+        pytest.param("floats of experts", 2, "bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_a_program_has_the_weights_of_a_file(tiny, tmp_path, kind, n, dtype):
     """The export's check compares the program with the model."""

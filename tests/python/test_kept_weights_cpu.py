@@ -25,7 +25,6 @@ from etkv.export.scratch import Scratch
 from etkv.linear_op import rounded
 from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
-from runners import only_long
 
 ROWS, COLUMNS = 40, 512
 
@@ -182,6 +181,7 @@ def test_a_program_has_the_numbers_of_a_file(outputs, case):
         assert bool(((products - (values * 127).T).abs() <= 2.0**-22 * size).all())
 
 
+@pytest.mark.long
 def test_answers_are_those_of_the_weights_in_the_file(tiny, tmp_path):
     """The export says what is kept. Logits differ by the rounding of activations to 8 bits."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_1")
@@ -207,7 +207,6 @@ def _error(found: torch.Tensor, expected: Any) -> float:
 
 
 @pytest.mark.long
-@only_long
 def test_a_program_of_experts_in_two_formats(tiny, tmp_path):
     """The second products of an expert have the integers of the file, and the first are quantized."""
     quantized, _ = test_kept_weights.written(tiny("tiny-qwen3-moe"), tmp_path, "gptq", "down_proj")

@@ -10,7 +10,6 @@ import pytest
 import etkv
 import tiny_models
 from etkv.export import ExportRequest, export_program
-from runners import only_long
 
 LIMIT = 16
 """The original context length of the model, in positions."""
@@ -36,7 +35,7 @@ def hf(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["mlx", "cpu"])
+@pytest.fixture(scope="module", params=["mlx", pytest.param("cpu", marks=pytest.mark.long)])
 def program(request, hf, tmp_path_factory):
     """Return the path of the model's program for each backend. The export compares it with the model for both sets of
     frequencies.
@@ -104,7 +103,8 @@ def phimoe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", ["mlx", pytest.param("cpu", marks=[pytest.mark.long, only_long])])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["mlx", "cpu"])
 def test_phi_moe_has_frequencies_and_factors_of_the_capacity(phimoe, tmp_path, backend):
     program = export_program(
         ExportRequest(phimoe, tmp_path / "model.pte", backend=backend, prefill_chunk=LIMIT, verify=True)

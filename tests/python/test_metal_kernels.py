@@ -17,8 +17,6 @@ from etkv.errors import EtkvError
 from mlx_programs import Function, write
 from reference import EVERYTHING
 
-pytestmark = pytest.mark.long
-
 _mlx_serialization.ensure_available()
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -65,7 +63,10 @@ def in_floats(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], 
     """Return each shape with each dtype in `make test-long`, else with one dtype, because an export takes a second."""
     if EVERYTHING:
         return [(shape, dtype) for shape in shapes for dtype in FLOATS]
-    return [(shape, FLOATS[index % len(FLOATS)]) for index, shape in enumerate(shapes)]
+    return [
+        pytest.param(shape, FLOATS[index % len(FLOATS)], marks=pytest.mark.long if index % 2 else ())
+        for index, shape in enumerate(shapes)
+    ]
 
 
 def boundaries(dtype: torch.dtype) -> Tensor:
@@ -162,9 +163,13 @@ LINEAR = [
     ((1, 40), 300, 768, BF16, True),
     ((1, 70), 2100, 512, F32, True),
 ]
+MIDDLE = [(1,), (5,), (2, 3)]
+"""Leading axes of the layers that run in `make test-long` only."""
 
 
-@pytest.mark.parametrize("case", LINEAR, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case[0] in MIDDLE else (), id=str(case)) for case in LINEAR]
+)
 @pytest.mark.parametrize("ggml_type", FORMATS)
 def test_linear_layers_of_gguf(ggml_type, case, direct, tmp_path):
     leading, n, features, dtype, bias = case
@@ -209,7 +214,9 @@ def test_mlx_s_own_packed_weights_take_rows_of_any_shape(direct, monkeypatch, tm
     assert all(torch.equal(other.reshape(6, 40), found[0].reshape(6, 40)) for other in found)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=() if dtype == BF16 else pytest.mark.long) for dtype in FLOATS]
+)
 @pytest.mark.parametrize("ggml_type", FORMATS)
 def test_rows_of_gguf(ggml_type, dtype, direct, tmp_path):
     model = torch.nn.Embedding(45, 512)

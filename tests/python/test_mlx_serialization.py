@@ -45,6 +45,7 @@ def _stamps(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*.py")}
 
 
+@pytest.mark.long
 def test_two_processes_at_once_and_a_third_later(tmp_path):
     wheel = serialization._wheel_folder()
     before = sorted(wheel.rglob("*.py"))

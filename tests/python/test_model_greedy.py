@@ -9,7 +9,7 @@ import pytest
 import reference
 from reference import EVERYTHING, STORY, UNIT_ROUNDOFF, Variant
 
-pytestmark = [pytest.mark.long, pytest.mark.real_model]
+pytestmark = pytest.mark.real_model
 
 NEW_TOKENS = 64 if EVERYTHING else 16
 """The number of ids in an answer."""

@@ -13,9 +13,6 @@ import pytest
 
 import reference
 from reference import DTYPES, EVERYTHING, STORY, TINY_CHUNK, Program, Variant
-from runners import only_long
-
-pytestmark = pytest.mark.long
 
 PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
 EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
@@ -148,7 +145,7 @@ def smollm2() -> dict[Variant, Program]:
 
 
 @pytest.mark.real_model
-@only_long
+@pytest.mark.long
 def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
     """Each row is also the last row of a shorter prompt, so 200 tokens measure 200 prompts.
 

@@ -268,7 +268,7 @@ def test_a_refusal_changes_nothing(name):
     "words",
     [
         "ours trace check theirs trace check lower",
-        "theirs trace ours trace check lower",
+        pytest.param("theirs trace ours trace check lower", marks=pytest.mark.long),
     ],
 )
 def test_import_orders(words):

@@ -14,8 +14,6 @@ import etkv
 import reference
 from reference import STORY, Program, Variant
 
-pytestmark = pytest.mark.long
-
 VARIANTS = reference.chosen(
     [
         Variant("tiny-llama"),

@@ -17,8 +17,6 @@ import runner_tokenizer
 from etkv import EtkvError, Tokenizer
 from reference import EVERYTHING
 
-pytestmark = pytest.mark.long
-
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 N = 1000 if EVERYTHING else 40
 """Generated tokenizers."""

@@ -15,11 +15,9 @@ from test_recurrent_programs import recurrent_program
 WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
 
-_LONG = ["lfm2-cpu", "lfm3-window-cpu", "lfm3-window-mlx", "minimax-cpu"]
 # Layers of MiniMax have a window or a recurrence.
-CASES = ["qwen3.5-cpu", "minimax-mlx", *(_LONG if EVERYTHING else [])]
-
-pytestmark = pytest.mark.long
+_LONG = ["minimax-mlx", "lfm2-cpu", "lfm3-window-cpu", "lfm3-window-mlx", "minimax-cpu"]
+CASES = ["qwen3.5-cpu", *(_LONG if EVERYTHING else [])]
 
 
 @pytest.fixture(scope="module", params=CASES)

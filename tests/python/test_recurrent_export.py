@@ -32,16 +32,15 @@ from etkv.export.scratch import Scratch
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
 from etkv.recurrent_layer import BLOCK, RecurrentLayer
-from runners import only_long
 from test_recurrent_models import caches, surveyed
 from test_recurrent_programs import recurrent_program
 
 FAMILIES = [
-    "falcon-h1",
+    "qwen3.5",
     *(
-        pytest.param(name, marks=[pytest.mark.long, only_long])
+        pytest.param(name, marks=pytest.mark.long)
         for name in (
-            "qwen3.5",
+            "falcon-h1",
             "qwen3-next",
             "olmo-hybrid",
             "granite-4",

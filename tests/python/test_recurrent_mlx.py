@@ -11,15 +11,12 @@ import reference
 from etkv import DecodeSession
 from etkv.export import ExportRequest, export_program
 from etkv.pte import PteFile
-from runners import only_long
 from test_recurrent_programs import Model, recurrent_program
 from tiny_programs import CHUNK, ids, is_greedy, run
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(
-    scope="module", params=["qwen3.5", *(pytest.param(name, marks=only_long) for name in ("lfm2", "granite-4"))]
+    scope="module", params=["qwen3.5", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "granite-4"))]
 )
 def model(request) -> Model:
     return recurrent_program(request.param, "mlx")
@@ -57,8 +54,9 @@ def _expected(model, text) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "backend", "quantize"),
-    [("lfm2", "mlx", "8w"), ("lfm2", "cpu", "8da8w"), pytest.param("mamba-2", "mlx", "8w", marks=only_long)],
+    [("lfm2", "mlx", "8w"), ("lfm2", "cpu", "8da8w"), ("mamba-2", "mlx", "8w")],
 )
+@pytest.mark.long
 def test_quantized_weights(name, backend, quantize, tmp_path):
     """With weights of 8 bits, answers are the same in chunks and token by token, and close to those of the model."""
     path, model = _exported(name, tmp_path, backend=backend, quantize=quantize)
@@ -69,6 +67,7 @@ def test_quantized_weights(name, backend, quantize, tmp_path):
     assert (rows[0] - whole).abs().max() < 0.5 * whole.std()
 
 
+@pytest.mark.long
 def test_half_precision(tmp_path):
     """States are float32, although the program computes in half precision. transformers' error in bfloat16 is 0.09."""
     path, model = _exported("mamba-2", tmp_path, dtype="bfloat16")

@@ -13,7 +13,6 @@ from etkv.export import attention, recurrent
 from etkv.export.forward import Forward
 from etkv.recurrent_layer import RecurrentLayer
 from etkv.reference import ContiguousCache, RecurrentState, SeqCache
-from runners import only_long
 
 ENDS = [7, 14, 30, 40]
 """The positions at which chunks of a prompt end."""
@@ -49,12 +48,8 @@ def caches(layout):
 
 
 @pytest.mark.parametrize(
-    # One of them has 54 layers.
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long, only_long] if name == "zamba2" else [])
-        for name in recurrent_models.FAMILIES
-    ],
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.long) for name in recurrent_models.FAMILIES],
 )
 def test_logits_equal_those_of_transformers(name):
     """A prompt in chunks and greedy ids are compared with one forward of transformers over all tokens."""

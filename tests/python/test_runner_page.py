@@ -9,9 +9,8 @@ import subprocess
 import pytest
 
 import reference
-from runners import only_long
 
-pytestmark = [pytest.mark.long, pytest.mark.runner]
+pytestmark = pytest.mark.runner
 
 PAGE = reference.ROOT / "examples" / "README.md"
 BLOCK = re.compile(r"^```\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,7 +42,7 @@ def programs():
 
 
 @pytest.mark.real_model
-@only_long
+@pytest.mark.long
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(("words", "output"), blocks(), ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_the_page_shows_the_output_of_runners(words, output):

@@ -8,15 +8,15 @@ import pytest
 
 import reference
 from reference import CHAT, Program, Variant
-from runners import EACH, answers, checked, only_long, prompts, succeed
+from runners import EACH, answers, checked, prompts, succeed
 
-pytestmark = [pytest.mark.long, pytest.mark.runner]
+pytestmark = pytest.mark.runner
 
 WINDOW = 64
 MAX = 220
 """Number of tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
 
-MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=only_long)])
+MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,13 @@ from runners import (
     by_title,
     checked,
     command,
-    only_long,
     prompts,
     refused,
     runner,
     succeed,
 )
 
-pytestmark = [pytest.mark.long, pytest.mark.runner]
+pytestmark = pytest.mark.runner
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +141,9 @@ def smollm2() -> Program:
     ("name", "options"),
     [
         ("batch", []),
-        pytest.param("admission", [], marks=only_long),
+        pytest.param("admission", [], marks=pytest.mark.long),
         ("speculative", []),
-        pytest.param("speculative", ["--depth", 3, "--width", 2], marks=only_long),
+        pytest.param("speculative", ["--depth", 3, "--width", 2], marks=pytest.mark.long),
     ],
     ids=["batch", "admission", "draft", "wider draft"],
 )
@@ -161,9 +160,9 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     ("name", "options"),
     [
         ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
-        pytest.param("prefix", [], marks=only_long),
-        pytest.param("rollback", [], marks=only_long),
-        pytest.param("batch", ["--kv-format", "affine4g64"], marks=only_long),
+        pytest.param("prefix", [], marks=pytest.mark.long),
+        pytest.param("rollback", [], marks=pytest.mark.long),
+        pytest.param("batch", ["--kv-format", "affine4g64"], marks=pytest.mark.long),
     ],
     ids=["fork", "prefix", "rollback", "4 bits"],
 )
@@ -414,7 +413,7 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
     refused(command("agent_fork", llama, *prompts(questions)), MISUSED, "256 prompts", "255 branches")
 
 
-@only_long
+@pytest.mark.long
 def test_more_prompts_than_a_cache_has_sequences_in_a_batch():
     questions = [chr(ord("a") + i % 26) for i in range(256)]
     wide = reference.program(Variant("tiny-llama", prefill_chunk=512))

@@ -39,6 +39,7 @@ def test_tokenizer(tokenizer):
     assert tokenizer.tokenize("in  1969") == ["in", "ĠĠ", "1", "9", "6", "9"]
 
 
+@pytest.mark.long
 def test_greedy_answer(tokenizer):
     """The weights are right: transformers' own attention and generation loop, without the cache op, give the answer."""
     import torch

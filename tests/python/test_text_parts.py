@@ -24,9 +24,6 @@ LONG = [
 FAMILIES = ["mistral3", "gemma3", "qwen3_5", "gemma4", *(LONG if EVERYTHING else ())]
 
 
-pytestmark = pytest.mark.long
-
-
 def _write(family: str, folder: Path, **changes) -> torch.nn.Module:
     """Write a tiny model of ``family``, and return the whole model."""
     config = tiny_families.whole(family, **changes)

@@ -29,8 +29,6 @@ from reference import EVERYTHING
 from upstream_programs import IN_GRAPH, OFF_GRAPH, OPTIMUM, Export, dflash, llm, whisper
 from upstream_runs import DECODE, PROMPT, STEP, greedy, loaded, prompt, read
 
-pytestmark = pytest.mark.long
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -41,8 +39,10 @@ beyond it.
 Most tests use fewer tokens, see :data:`upstream_runs.PROMPT`.
 """
 
-FLOAT = [llm("tiny-llama", *IN_GRAPH), llm("tiny-gemma3", *IN_GRAPH), llm("tiny-gemma3", *OFF_GRAPH)]
-FLOAT_LONG = [
+FLOAT = [
+    llm("tiny-llama", *IN_GRAPH),
+    llm("tiny-gemma3", *IN_GRAPH),
+    llm("tiny-gemma3", *OFF_GRAPH),
     llm("tiny-gemma4", *OFF_GRAPH),
     llm("tiny-llama", IN_GRAPH[0]),
     llm("tiny-llama", IN_GRAPH[1]),
@@ -52,10 +52,9 @@ FLOAT_LONG = [
     llm("tiny-mistral-window", *IN_GRAPH),
     llm("tiny-mistral-window", *OFF_GRAPH),
 ]
-PLAIN = [llm("tiny-llama")] if OPTIMUM else []
-PLAIN_LONG = [llm("tiny-qwen3"), llm("tiny-gemma3")] if OPTIMUM else []
-QUANTIZED = [llm("tiny-llama", *IN_GRAPH, "--qlinear", "4w")]
-QUANTIZED_LONG = [
+PLAIN = [llm("tiny-llama"), llm("tiny-qwen3"), llm("tiny-gemma3")] if OPTIMUM else []
+QUANTIZED = [
+    llm("tiny-llama", *IN_GRAPH, "--qlinear", "4w"),
     llm("tiny-llama", *IN_GRAPH, "--qlinear", "nvfp4"),
     llm("tiny-llama", *IN_GRAPH, "--qlinear", "8w"),
     *(llm("tiny-llama", *OFF_GRAPH, "--qlinear", name) for name in ("4w", "8w", "nvfp4")),
@@ -63,8 +62,7 @@ QUANTIZED_LONG = [
     llm("tiny-gemma4", *OFF_GRAPH, "--qlinear", "4w"),
 ]
 HALF = [llm("tiny-llama", *IN_GRAPH, dtype="bf16")]
-WHISPER = [whisper()]
-WHISPER_LONG = [whisper("--qlinear", name) for name in ("4w", "8w", "nvfp4")]
+WHISPER = [whisper(), *(whisper("--qlinear", name) for name in ("4w", "8w", "nvfp4"))]
 DFLASH = dflash()
 TAPPED = llm("tiny-llama", *IN_GRAPH, "--tap-layers", "0,1", hooks=True)
 
@@ -78,25 +76,22 @@ REFUSED = {
 }
 """Exports that fail with the installed transformers -> their errors."""
 
-if EVERYTHING:
-    FLOAT, QUANTIZED, WHISPER = FLOAT + FLOAT_LONG, QUANTIZED + QUANTIZED_LONG, WHISPER + WHISPER_LONG
-    PLAIN += PLAIN_LONG
-else:
-    REFUSED = {}
-RAN = [*FLOAT, *PLAIN, *QUANTIZED, *HALF, *WHISPER, DFLASH, TAPPED]
-
-only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
+SHORT = [FLOAT[0]]
+"""The export of `make test`."""
+RAN = [*FLOAT, *PLAIN, *QUANTIZED, *HALF, *WHISPER, DFLASH, TAPPED, *REFUSED] if EVERYTHING else SHORT
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> dict[Export, str | None]:
     """Return the error of each export, None if it succeeded."""
     _mlx_serialization.ensure_available()
-    return upstream_programs.export([*RAN, *REFUSED])
+    return upstream_programs.export(RAN)
 
 
 def each(exports: Sequence[Export]):
-    return pytest.mark.parametrize("made", exports, ids=str)
+    return pytest.mark.parametrize(
+        "made", [pytest.param(made, marks=() if made in SHORT else pytest.mark.long, id=str(made)) for made in exports]
+    )
 
 
 # ---- Language models ------------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ def test_the_runner_of_executorch_gives_the_same_text(monkeypatch):
     assert answer == tokenizer.decode(expected[: min([*ends, 24])], skip_special_tokens=True)
 
 
-@only_long
+@pytest.mark.long
 def test_a_ring_goes_round_as_in_torch():
     """Beyond the ring's slots the exporter's program is wrong, and the delegate computes the same as torch.
 
@@ -250,6 +245,7 @@ def test_a_ring_goes_round_as_in_torch():
 # ---- Hidden states and drafts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_hidden_states_of_a_step(ended):
     """Only the first step is compared: with the installed transformers, tapped programs write every step to
     position 0.
@@ -270,6 +266,7 @@ def with_hidden_states(model: PreTrainedModel, ids: list[int], layers: Sequence[
     return made.logits[0], torch.cat([made.hidden_states[layer + 1] for layer in layers], dim=-1)[0]
 
 
+@pytest.mark.long
 def test_a_draft_over_rounds(ended):
     """The test runs both methods of a DFlash program. The draft reads the context of each round as ExecuTorch's runner
     passes it.

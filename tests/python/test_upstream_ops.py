@@ -19,8 +19,6 @@ from tests.upstream_ops import cases, expected, export, outcomes, part, table, w
 from tests.upstream_ops.cases import Case
 from tests.upstream_ops.outcomes import Outcome
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def ended() -> list[Outcome]:
@@ -53,6 +51,7 @@ def test_a_part_has_every_operation(ended):
     assert part.choose(ended) == part.read(), "make upstream-ops UPSTREAM=--write-expected"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", ["none", "gpu"])
 def test_other_passes_change_no_outcome(ended, passes):
     ran = [outcome for outcome in ended if outcome.kind in ("passed", "not comparable")]

@@ -19,11 +19,10 @@ import etkv
 import reference
 import upstream_programs
 from etkv import _mlx_serialization
-from runners import only_long
 from upstream_programs import CONTEXT, Export, gemma4_31b
 from upstream_runs import DECODE, PROMPT, prompt
 
-pytestmark = [pytest.mark.long, only_long]
+pytestmark = pytest.mark.long
 
 CODED, PLAIN = gemma4_31b("--turboquant"), gemma4_31b()
 RAN = [CODED, PLAIN]

@@ -22,8 +22,6 @@ from upstream_models import AUDIO
 from upstream_programs import OPTIMUM, Export, voxtral
 from upstream_runs import DECODE, prompt
 
-pytestmark = pytest.mark.long
-
 if not OPTIMUM:
     pytest.skip("ETKV_TEST_OPTIMUM names no folder with optimum-executorch", allow_module_level=True)
 

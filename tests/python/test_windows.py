@@ -8,8 +8,6 @@ import pytest
 import reference
 from reference import STORY, Variant
 
-pytestmark = pytest.mark.long
-
 FAMILIES = ("tiny-mistral-window", "tiny-qwen2-mixed", "tiny-gemma3", "tiny-phi3")
 MODELS = [variant.model for variant in reference.chosen(map(Variant, FAMILIES))]
 WINDOW, PROMPT, DECODE = 64, 150, 80
