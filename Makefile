@@ -72,7 +72,6 @@ made: .venv/.ready
 	@$(MAKE) --no-print-directory benches
 programs: model
 	python tests/python/programs.py
-	python -m tests.upstream_ops --export-only --part
 # Not in parallel: two Ninja processes cannot share a build folder.
 faces: benches
 	@$(MAKE) --no-print-directory test-cpp

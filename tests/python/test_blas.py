@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accel
 OURS = "libetkv_blas.so"
 NOWHERE = "/nowhere/libscipy_openblas.so"
 """A path at which there is no library."""
-HALF = [Variant("tiny-llama", "f16"), Variant("tiny-gemma3", "bf16")]
+HALF = [Variant("tiny-llama", "f16"), Variant("tiny-llama", "bf16")]
 PYTHON = """
 import etkv
 from etkv._capi import lib, text

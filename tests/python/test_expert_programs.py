@@ -62,7 +62,9 @@ def model(request) -> TinyProgram:
     return _program(request.param)
 
 
-@pytest.fixture(scope="module", params=QUANTIZED, ids="-".join)
+@pytest.fixture(
+    scope="module", params=[pytest.param(made, marks=pytest.mark.long, id="-".join(made)) for made in QUANTIZED]
+)
 def quantized(request) -> TinyProgram:
     return _program(*request.param)
 
@@ -109,7 +111,6 @@ def test_branches_of_a_fork(model):
         assert error(found, model.expected(text)) < TOLERANCE
 
 
-@pytest.mark.long
 def test_quantized_programs_compute_with_the_weights_that_they_keep(quantized):
     """The reference has the dequantized weights. A program also rounds activations to 8 bits, so most rows are close.
     In a few rows the router chooses the other of two experts with nearly equal scores.
@@ -130,7 +131,6 @@ def test_quantized_programs_compute_with_the_weights_that_they_keep(quantized):
     assert float(errors.median()) < float(from_float.median())
 
 
-@pytest.mark.long
 def test_quantized_steps_of_any_length(quantized):
     """The experts' outputs of a token do not depend on other tokens of its step."""
     text = ids(120)

@@ -10,6 +10,7 @@ import pytest
 import etkv
 from etkv.export import manifest
 from etkv.export.request import BACKENDS
+from reference import EVERYTHING
 
 PACKAGE = Path(etkv.__file__).parent
 
@@ -41,7 +42,7 @@ def test_every_module_that_the_exporter_imports_counts(backend, copied, monkeypa
     sources = manifest.sources(backend, copied)
     direct = _DIRECT | {"etkv.export.attention", f"etkv.export.{backend}", "mlx_nodes.fbs"}
     assert sources.keys() >= direct
-    for name in direct:
+    for name in direct if EVERYTHING else ("etkv.op", "mlx_nodes.fbs"):
         text = sources[name].read_text()
         is_code = sources[name].suffix == ".py"
         sources[name].write_text(text + ("\nchanged = 1\n" if is_code else "// changed\n"))

@@ -127,16 +127,12 @@ def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
 # ---- SmolLM2 --------------------------------------------------------------------------------------------------------
 
 
-SMOLLM2_LAYERS = None if EVERYTHING else 6
-"""How many of SmolLM2's 30 layers are tested; None for all. An export takes two seconds a layer."""
-
-
 def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
-    return Variant("smollm2-135m", dtype, quantize, layers=SMOLLM2_LAYERS)
+    return Variant("smollm2-135m", dtype, quantize)
 
 
-WIDTHS = ["4w", "8w"] if EVERYTHING else ["4w"]
-SMOLLM2 = [*([smollm2_in("bf16")] if EVERYTHING else []), *(smollm2_in("f32", width) for width in WIDTHS)]
+WIDTHS = ["4w", "8w"]
+SMOLLM2 = [smollm2_in("bf16"), *(smollm2_in("f32", width) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +168,7 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
 
 
 @pytest.mark.real_model
+@pytest.mark.long
 @pytest.mark.parametrize("quantize", WIDTHS)
 def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm2, quantize):
     """The weights are those of the .pte, and the arithmetic is float32 on both sides.

@@ -36,7 +36,7 @@ from test_recurrent_models import caches, surveyed
 from test_recurrent_programs import recurrent_program
 
 FAMILIES = [
-    "qwen3.5",
+    "lfm2",
     *(
         pytest.param(name, marks=pytest.mark.long)
         for name in (
@@ -48,7 +48,7 @@ FAMILIES = [
             "falcon-h1-norm",
             "bamba",
             "mamba-2",
-            "lfm2",
+            "qwen3.5",
             "lfm3",
         )
     ),

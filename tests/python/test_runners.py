@@ -58,8 +58,10 @@ def test_answers_are_those_of_reference_decoding(llama, name):
     reference.note(f"{name}: {n_answers} answers, {n_tokens} tokens")
 
 
-@EACH
-@pytest.mark.parametrize("kv_format", ["f32", "affine4g32"])
+@pytest.mark.parametrize(
+    ("name", "kv_format"),
+    [*((name, "f32") for name in RUNNERS), *((name, "affine4g32") for name in ("batch", "prefix"))],
+)
 def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     """The runner checks its own answers. In float32 they also equal those on MLX."""
     words = ["--max-tokens", MAX, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
@@ -75,7 +77,13 @@ def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     ("name", "kv_format"),
     [
         *(("batch", kv_format) for kv_format in FORMATS),
-        *((name, kv_format) for name in RUNNERS if name != "batch" for kv_format in ("f16", "affine4g32", "row-int4")),
+        *((name, "affine4g32") for name in RUNNERS if name != "batch"),
+        *(
+            pytest.param(name, kv_format, marks=pytest.mark.long)
+            for name in RUNNERS
+            if name != "batch"
+            for kv_format in ("f16", "row-int4")
+        ),
     ],
 )
 def test_answers_in_every_format(qwen3, name, kv_format):
@@ -159,7 +167,7 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
+        pytest.param("agent_fork", ["--context-tokens", 1024], marks=pytest.mark.long),
         pytest.param("prefix", [], marks=pytest.mark.long),
         pytest.param("rollback", [], marks=pytest.mark.long),
         pytest.param("batch", ["--kv-format", "affine4g64"], marks=pytest.mark.long),
@@ -174,15 +182,15 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
     row in the same way.
     """
     environment = {**os.environ, "ETKV_BLAS": "mlx"} if "--kv-format" in options else None
-    asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
-    most = REAL_MAX if EVERYTHING else 8
-    words = [runner(name), "--model", smollm2.path, "--max-tokens", most, "--check", "--ids", *asked, *options]
+    asked = prompts(REAL_QUESTIONS)
+    words = [runner(name), "--model", smollm2.path, "--max-tokens", REAL_MAX, "--check", "--ids", *asked, *options]
     done = reference.run(words, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
     reference.note(done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 def test_repetition_is_drafted_from_the_text(smollm2):
     """In a repetitive text, more than two draft tokens a step are accepted."""

@@ -10,7 +10,7 @@ from etkv import models
 from etkv.errors import EtkvError
 from etkv.export import source
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.long, pytest.mark.real_model]
 
 _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -39,7 +39,6 @@ def test_tokenizer(tokenizer):
     assert tokenizer.tokenize("in  1969") == ["in", "ĠĠ", "1", "9", "6", "9"]
 
 
-@pytest.mark.long
 def test_greedy_answer(tokenizer):
     """The weights are right: transformers' own attention and generation loop, without the cache op, give the answer."""
     import torch

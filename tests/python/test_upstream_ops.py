@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import reference
-from reference import EVERYTHING
 from test_run import packed, unpacked
 
 sys.path.append(str(reference.ROOT))
@@ -22,32 +21,29 @@ from tests.upstream_ops.outcomes import Outcome
 
 @pytest.fixture(scope="module")
 def ended() -> list[Outcome]:
-    """Return the outcomes of the configurations of `make test`, which `make programs` exports. Others take minutes."""
-    chosen = set(part.read())
-    found = export.export(2, lambda folder: EVERYTHING or folder in chosen, reference.note)
+    found = export.export(2, lambda folder: True, reference.note)
     return outcomes.run(found, "default", 1)
 
 
+@pytest.mark.long
 def test_every_configuration_ends_as_expected(ended):
-    if EVERYTHING:
-        outcomes.write(ended, "default")
+    outcomes.write(ended, "default")
     reference.note(outcomes.text(ended).splitlines()[-1])
-    assert len(ended) == (895 if EVERYTHING else len(part.read()))
-    different = expected.differences(ended, everything=EVERYTHING)
+    assert len(ended) == 895
+    different = expected.differences(ended, everything=True)
     assert not different, "\n".join(
         [*different, "after a change for the better: make upstream-ops UPSTREAM=--write-expected"]
     )
 
 
+@pytest.mark.long
 def test_the_page_of_operations_is_current(ended):
-    page, made = table.PAGE.read_text(), table.text(ended)
-    if not EVERYTHING:
-        page, made = table.without_counts(page), table.without_counts(made)
-    assert page == made, "make upstream-ops UPSTREAM=--write-expected"
+    assert table.PAGE.read_text() == table.text(ended), "make upstream-ops UPSTREAM=--write-expected"
 
 
+@pytest.mark.long
 def test_a_part_has_every_operation(ended):
-    """The part that runs in `make test` covers every operation that has a test in the wheel."""
+    """The part covers every operation that has a test in the wheel."""
     assert part.choose(ended) == part.read(), "make upstream-ops UPSTREAM=--write-expected"
 
 

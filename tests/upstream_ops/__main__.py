@@ -22,7 +22,7 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="PATTERN", help="configurations whose folder matches this regular expression")
     parser.add_argument("--op", metavar="NAME", help="configurations with a node of this type, such as Softmax")
-    parser.add_argument("--part", action="store_true", help="the configurations of `make test`: one for each operation")
+    parser.add_argument("--part", action="store_true", help="one configuration for each operation")
     parser.add_argument("--export-only", action="store_true", help="export missing or stale ones, and run nothing")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of processes (2)")
     parser.add_argument("--passes", choices=("default", "none", "gpu"), default="default", help="passes over programs")

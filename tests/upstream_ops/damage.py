@@ -12,19 +12,14 @@ import os
 import subprocess
 import sys
 
-from . import cases, part, payloads
+from . import cases, payloads
 
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
 
-def run(
-    count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1, everything: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """Run the campaign: ``count`` seeds from ``first`` on, or only ``seed``.
-
-    Damages the programs of all configurations, or of those in ``part.json``.
-    """
-    payloads.gather(PROGRAMS, None if everything else part.read())
+def run(count: int, *, first: int, seed: int | None, jobs: int) -> subprocess.CompletedProcess[str]:
+    """Run the campaign: ``count`` seeds from ``first`` on, or only ``seed``."""
+    payloads.gather(PROGRAMS)
     environment = {
         **os.environ,
         "ETKV_DAMAGE_PROGRAMS": str(PROGRAMS),

@@ -1,4 +1,4 @@
-"""Reads and writes ``part.json``: the configurations that `make test` exports and runs, to save minutes.
+"""Reads and writes ``part.json``: the configurations of the option ``--part``, which run in a minute or two.
 
 They contain every operation with each of its outcomes. ``python -m tests.upstream_ops --write-expected`` writes the
 file from a run of all configurations.

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +248,13 @@ def _list(entries: list[bytes]) -> bytes:
     return struct.pack("<I", len(entries)) + b"".join(entries)
 
 
-def gather(path: Path, folders: Collection[str] | None = None) -> None:
-    """Export missing programs, and write the file if it is missing or stale.
-
-    The file contains the programs of ``folders``, or of all configurations.
-    """
+def gather(path: Path) -> None:
+    """Export missing programs, and write the file of all programs if it is missing or stale."""
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    exported = export.export(2, lambda folder: folders is None or folder in folders, note)
+    exported = export.export(2, lambda folder: True, note)
     found = [case for case in exported if case.error is None]
     if not is_current(path, len(found)):
         write(path, found)

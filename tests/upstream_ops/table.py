@@ -92,11 +92,6 @@ def text(ended: Sequence[Outcome]) -> str:
     return _HEAD + "".join(rows) + _OWN + "".join(own)
 
 
-def without_counts(text: str) -> str:
-    """Return the page without the counts of tests, which need a run of all configurations."""
-    return re.sub(r"\| \d+ of \d+ \|", "| n |", text)
-
-
 def write(ended: Sequence[Outcome]) -> None:
     """Write the page from a run of all configurations."""
     PAGE.write_text(text(ended))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -148,38 +151,36 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
     length = torch.export.Dim("tokens", min=1, max=chunk)
-    with torch.no_grad():
+    with torch.no_grad(), _without_copies():
         traced = torch.export.export(
             step,
             args=(),
             kwargs=inputs,
             # Tokens are the first axis of positions, and the second of all other inputs.
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
-            strict=False,
+            strict=True,
         )
-    _share_weights(traced)
     # If a model reads only the dtype of packed weights, the trace has unpacked them for nothing.
     traced.graph.eliminate_dead_code()
     traced.graph_module.recompile()
     return traced
 
 
-def _share_weights(traced: ExportedProgram) -> None:
-    """Make one input of the inputs that are the same tensor. The trace has an input for each name of a tied weight."""
-    signature = traced.graph_signature
-    inputs = {node.name: node for node in traced.graph.nodes if node.op == "placeholder"}
-    tensors = {**traced.state_dict, **traced.constants}
-    firsts: dict[int, str] = {}
-    kept = []
-    for spec in signature.input_specs:
-        tensor = tensors.get(spec.target or "")
-        first = spec.arg.name if tensor is None else firsts.setdefault(id(tensor), spec.arg.name)
-        if first == spec.arg.name:
-            kept.append(spec)
-            continue
-        inputs[spec.arg.name].replace_all_uses_with(inputs[first])
-        traced.graph.erase_node(inputs[spec.arg.name])
-    signature.input_specs[:] = kept
+@contextlib.contextmanager
+def _without_copies() -> Iterator[None]:
+    """Keep torch from copying the weights in a trace. It copies them in case the model changes them."""
+    from torch._dynamo.variables import builder
+
+    from etkv.export.scratch import SMALL
+
+    copied = builder._clone_input
+
+    def kept(value: Any, fake_mode: Any) -> Any:
+        is_weight = type(value) in (torch.Tensor, torch.nn.Parameter) and value.nbytes > SMALL
+        return value if is_weight else copied(value, fake_mode)
+
+    with mock.patch.object(builder, "_clone_input", kept):
+        yield
 
 
 def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:
