@@ -59,7 +59,7 @@ question:
 chat: build/cmake/build.ninja
 	@$(NINJA) --target etkv_chat
 
-test: .venv/.ready ## Run all checks and tests, except those that take hours
+test: .venv/.ready ## Run all checks, and tests of each kind; `make test-long` runs all tests
 	@$(BESIDE) rust made
 	@$(BESIDE) test-python faces
 rust: lint

@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 
 from etkv.errors import EtkvError
@@ -38,6 +40,9 @@ FOR_MLX = frozenset({MLX_BACKEND, OWN_BACKEND})
 
 CPU_DELEGATE = "EtkvForCPU"
 """The id of etkv's delegates in CPU programs."""
+
+_EXTENSION = "executorch.extension.pybindings.portable_lib"
+"""ExecuTorch's extension module for Python."""
 
 EXECUTORCH_CALLS = threading.RLock()
 """Held while ExecuTorch's Python module loads or runs anything.
@@ -86,7 +91,7 @@ def backends() -> str:
     process has two copies of libexecutorch.
     """
     _delegate()
-    import executorch.extension.pybindings.portable_lib as portable_lib
+    portable_lib = runtime()
 
     # The CPU backend needs libraries of ExecuTorch that the import has loaded.
     _load(folder() / f"libetkv_cpu_backend{_SUFFIX}")
@@ -97,6 +102,35 @@ def backends() -> str:
                 "start a new process, and import nothing that loads another copy"
             )
     return MLX_BACKEND if _backend(MLX_BACKEND) == _backend(OWN_BACKEND) else OWN_BACKEND
+
+
+def runtime() -> types.ModuleType:
+    """Import ExecuTorch's runtime, without its exporter if possible. Return its extension module.
+
+    The runtime imports one class from a package whose import loads the whole exporter, which takes 3 of 4 seconds.
+    """
+    name = "executorch.exir._warnings"
+    import executorch  # A namespace package.
+
+    spec = None
+    if not {_EXTENSION, "executorch.exir"} & sys.modules.keys() and not hasattr(executorch, "exir"):
+        file = _installed("executorch", "executorch/exir/_warnings.py")
+        spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        return importlib.import_module(_EXTENSION)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # The import statement in the runtime takes the class from these two places. They are empty again afterwards, so
+    # that an import of the exporter loads all of it.
+    package = types.SimpleNamespace(_warnings=module)
+    sys.modules[name], executorch.exir = module, package
+    try:
+        return importlib.import_module(_EXTENSION)
+    finally:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        if getattr(executorch, "exir", None) is package:
+            del executorch.exir
 
 
 def go_first() -> None:

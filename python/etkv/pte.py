@@ -197,6 +197,7 @@ def constant_methods(path: Path) -> dict[str, Any]:
 
 def _run_constants(path: Path, names: Iterable[str]) -> dict[str, Any]:
     _library.go_first()
+    _library.runtime()
     from executorch.runtime import Runtime, Verification
 
     try:

@@ -320,11 +320,18 @@ def main(build: Path) -> int:
 
 
 def copy_cargo(target: Path) -> None:
-    """Copy Cargo's output, most of which the projects can reuse. The times of files must be the same for Cargo."""
+    """Copy Cargo's output, most of which the projects can reuse. The times of files must be the same for Cargo.
+
+    Leaves out programs, such as tests: they are most of the bytes, and have no suffix.
+    """
+
+    def programs(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder).name == "deps" and "." not in name]
+
     copied = target.with_name("copied")
     shutil.rmtree(copied, ignore_errors=True)
     for folder in ("release", "cxxbridge"):
-        shutil.copytree(SOURCE / "build/cargo" / folder, copied / folder, symlinks=True)
+        shutil.copytree(SOURCE / "build/cargo" / folder, copied / folder, symlinks=True, ignore=programs)
     copied.rename(target)
 
 

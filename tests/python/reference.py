@@ -126,7 +126,6 @@ LONG = {
     *map(Variant, ("tiny-llama3", "tiny-mixtral", "tiny-phi", "tiny-phi3", "tiny-qwen2", "tiny-smollm3")),
     Variant("tiny-qwen3-untied"),
     Variant("tiny-qwen3", "bf16", "4w"),
-    Variant("tiny-llama", "f16", "8w"),
     Variant("tiny-gemma3", "bf16"),
     *(
         Variant("tiny-llama", *precision)

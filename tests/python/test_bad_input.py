@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import reference
-from reference import CHAT, FORWARD, Program, Variant
+from reference import CHAT, EVERYTHING, FORWARD, Program, Variant
 from tiny_models import CONTEXT, VOCABULARY
 
 FAILED, MISUSED = 1, 2
@@ -20,9 +20,13 @@ CHUNK = reference.TINY_CHUNK
 TOOLS = pytest.mark.parametrize("tool", [CHAT, FORWARD], ids=lambda tool: tool.name)
 
 
+VARIANTS = [Variant("tiny-llama"), Variant("tiny-llama", "f32", "4w")]
+VARIANTS += [Variant("tiny-qwen3", "bf16", "4w")] if EVERYTHING else []
+
+
 @pytest.fixture(scope="module")
 def programs() -> dict[Variant, Program]:
-    return reference.programs([Variant("tiny-llama"), Variant("tiny-llama", "f32", "4w")])
+    return reference.programs(VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +167,7 @@ def payload_range(image: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "f32", "4w")], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
     """If bytes of the delegate's payload change, the program runs, or the tool reports the reason. It never hangs."""
     image = programs[variant].path.read_bytes()

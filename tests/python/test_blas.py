@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reference
-from reference import STORY, Program, Variant
+from reference import EVERYTHING, STORY, Program, Variant
 from runners import runner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
@@ -19,6 +19,7 @@ OURS = "libetkv_blas.so"
 NOWHERE = "/nowhere/libscipy_openblas.so"
 """A path at which there is no library."""
 HALF = [Variant("tiny-llama", "f16"), Variant("tiny-llama", "bf16")]
+HALF += [Variant("tiny-gemma3", "bf16")] if EVERYTHING else []
 PYTHON = """
 import etkv
 from etkv._capi import lib, text

@@ -21,7 +21,7 @@ import pytest
 
 import damage
 import reference
-from reference import FORWARD, Program, Variant
+from reference import EVERYTHING, FORWARD, Program, Variant
 
 COPIES = int(os.environ.get("ETKV_DAMAGED_COPIES", "120"))
 SECONDS = 60
@@ -37,6 +37,7 @@ EXECUTORCH = (
 its functions, and a log line of its Python module that is not UTF-8."""
 
 PROGRAMS = [Variant("tiny-llama"), Variant("tiny-llama", "f32", "4w")]
+PROGRAMS += [Variant("tiny-qwen3", "bf16", "4w")] if EVERYTHING else []
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,11 @@ def model(request) -> TinyProgram:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(made, marks=pytest.mark.long, id="-".join(made)) for made in QUANTIZED]
+    scope="module",
+    params=[
+        pytest.param(made, marks=() if made == QUANTIZED[0] else pytest.mark.long, id="-".join(made))
+        for made in QUANTIZED
+    ],
 )
 def quantized(request) -> TinyProgram:
     return _program(*request.param)

@@ -209,8 +209,10 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     assert [folder for folder in out.rglob("*") if folder.is_dir()] == [out / "hf"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("beside", [False, True], ids=["one folder for all", "beside a GGUF file"])
+@pytest.mark.parametrize(
+    "beside",
+    [pytest.param(False, id="one folder for all", marks=pytest.mark.long), pytest.param(True, id="beside a GGUF file")],
+)
 def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside):
     """If program, weights and a GGUF model share a folder, nothing is exported again, and no input is lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")

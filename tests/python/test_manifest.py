@@ -38,6 +38,7 @@ def digest(backend: str, package: Path, monkeypatch) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_module_that_the_exporter_imports_counts(backend, copied, monkeypatch):
+    """`make test` changes two of the modules, because a digest takes half a second."""
     before = digest(backend, copied, monkeypatch)
     sources = manifest.sources(backend, copied)
     direct = _DIRECT | {"etkv.export.attention", f"etkv.export.{backend}", "mlx_nodes.fbs"}

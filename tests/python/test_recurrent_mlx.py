@@ -52,11 +52,11 @@ def _expected(model, text) -> torch.Tensor:
         return model(torch.tensor([text]), use_cache=False).logits[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend", "quantize"),
     [("lfm2", "mlx", "8w"), ("lfm2", "cpu", "8da8w"), ("mamba-2", "mlx", "8w")],
 )
-@pytest.mark.long
 def test_quantized_weights(name, backend, quantize, tmp_path):
     """With weights of 8 bits, answers are the same in chunks and token by token, and close to those of the model."""
     path, model = _exported(name, tmp_path, backend=backend, quantize=quantize)

@@ -60,7 +60,13 @@ def test_answers_are_those_of_reference_decoding(llama, name):
 
 @pytest.mark.parametrize(
     ("name", "kv_format"),
-    [*((name, "f32") for name in RUNNERS), *((name, "affine4g32") for name in ("batch", "prefix"))],
+    [
+        *((name, "f32") for name in RUNNERS),
+        *(
+            pytest.param(name, "affine4g32", marks=() if name in ("batch", "prefix") else pytest.mark.long)
+            for name in RUNNERS
+        ),
+    ],
 )
 def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     """The runner checks its own answers. In float32 they also equal those on MLX."""
@@ -163,14 +169,15 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     reference.note(done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("agent_fork", ["--context-tokens", 1024], marks=pytest.mark.long),
-        pytest.param("prefix", [], marks=pytest.mark.long),
-        pytest.param("rollback", [], marks=pytest.mark.long),
-        pytest.param("batch", ["--kv-format", "affine4g64"], marks=pytest.mark.long),
+        ("agent_fork", ["--context-tokens", 1024]),
+        ("prefix", []),
+        ("rollback", []),
+        ("batch", ["--kv-format", "affine4g64"]),
     ],
     ids=["fork", "prefix", "rollback", "4 bits"],
 )

@@ -337,6 +337,24 @@ def test_steps_beyond_the_context(llama, chooser, monkeypatch):
         assert program.context is None
 
 
+def test_the_exporter_is_not_imported(llama):
+    """A process that runs programs does not import ExecuTorch's exporter, which takes seconds, but can do so later."""
+    done = script(
+        """
+        import sys
+        with etkv.DecodeSession(config) as session, etkv.load(path, session) as program:
+            print(program.forward([1], [0]).shape[0])
+        print([name for name in sys.modules if name.startswith("executorch.exir") and name.count(".") < 2])
+        import executorch.exir._warnings, executorch.exir
+        from executorch.extension.pybindings import portable_lib
+        print(callable(executorch.exir.to_edge), executorch.exir._warnings.ExperimentalWarning.__name__)
+        """,
+        str(llama.path),
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.splitlines() == ["1", "[]", "True ExperimentalWarning"]
+
+
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_only_the_application_writes(llama, backend):
     """Neither imports nor a program's first step write to stdout or stderr. ExecuTorch's lines are logged."""

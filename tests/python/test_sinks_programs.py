@@ -35,7 +35,7 @@ CHUNK = sinks_models.WINDOW
 
 PROMPT, DECODED = 300, 32
 
-_FAMILIES = {"cpu": [], "mlx": ["gpt-oss"]}
+_FAMILIES = {"cpu": ["gemma2"], "mlx": ["gpt-oss"]}
 CASES = [
     (name, backend) for backend, names in _FAMILIES.items() for name in (sinks_models.FAMILIES if EVERYTHING else names)
 ]

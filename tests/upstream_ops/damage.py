@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 
@@ -17,8 +18,15 @@ from . import cases, payloads
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
 
-def run(count: int, *, first: int, seed: int | None, jobs: int) -> subprocess.CompletedProcess[str]:
-    """Run the campaign: ``count`` seeds from ``first`` on, or only ``seed``."""
+ENOUGH = 1000
+"""The number of programs from which on a campaign must run some and refuse others."""
+
+
+def run(count: int, *, first: int, seed: int | None, jobs: int) -> str | None:
+    """Run the campaign: ``count`` seeds from ``first`` on, or only ``seed``. Print its output.
+
+    Return what is wrong, or None. A campaign proves little if it refuses nearly all programs, or none.
+    """
     payloads.gather(PROGRAMS)
     environment = {
         **os.environ,
@@ -33,7 +41,18 @@ def run(count: int, *, first: int, seed: int | None, jobs: int) -> subprocess.Co
     # The same packages as in `make test-rust`: with others Cargo would build dependencies again.
     packages = ["--workspace", "--exclude", "etkv-benches"]
     words = ["cargo", "test", "--quiet", "--release", "--locked", *packages, "--test", "damaged_programs"]
-    return subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    print(ended.stdout, end="")
+    if ended.returncode:
+        return "the campaign failed"
+    told = re.search(rf"{count} damaged programs, .*", ended.stdout)
+    if seed is not None or count < ENOUGH:
+        return None
+    for outcome in (r"(\d+) ran", r"(\d+) were refused when loaded", r"(\d+) when run"):
+        found = re.search(outcome, told[0]) if told else None
+        if found is None or int(found[1]) <= count // 20:
+            return f"expected {outcome!r} with a number above {count // 20}"
+    return None
 
 
 def main() -> int:
@@ -45,9 +64,10 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.programs, options.jobs) < 1:
         parser.error("--programs and --jobs take whole numbers of at least 1")
-    ended = run(options.programs, first=options.first, seed=options.seed, jobs=options.jobs)
-    print(ended.stdout, end="")
-    return 1 if ended.returncode else 0
+    problem = run(options.programs, first=options.first, seed=options.seed, jobs=options.jobs)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+    return 0 if problem is None else 1
 
 
 if __name__ == "__main__":

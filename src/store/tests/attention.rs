@@ -177,9 +177,10 @@ fn every_format_has_sinks_and_softcaps() {
     run(|| {
         let scorings = [(None, true), (Some(0.5), false), (Some(4.0), true)];
         for (number, form) in formats().into_iter().enumerate() {
-            for (t, heads, group) in [(1, 2, 4), (4, 1, 2), (3, 3, 1), (40, 2, 2)] {
-                // Float rows with every scoring, each other format with one of them.
-                let one = [scorings[number % 3]];
+            let shapes = [(1, 2, 4), (4, 1, 2), (3, 3, 1), (40, 2, 2)];
+            for (shape, (t, heads, group)) in shapes.into_iter().enumerate() {
+                // Float rows have every scoring with every shape, other formats with one shape or two.
+                let one = [scorings[(number + shape) % 3]];
                 for (softcap, sinks) in if form.0.is_float() { &scorings[..] } else { &one } {
                     let sink = |head: i32| [0.5, -2.0, 3.0, -0.25][head as usize % 4];
                     let sinks = (0..heads * group).map(sink).filter(|_| *sinks).collect();
