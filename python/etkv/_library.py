@@ -85,7 +85,7 @@ def backends() -> str:
     """Load the delegates into ExecuTorch's runtime. Return the id of the backend for MLX programs.
 
     The id is ``MLXBackend``, or :data:`OWN_BACKEND` if another backend was registered as ``MLXBackend`` before. Imports
-    torch and ExecuTorch, which takes seconds.
+    torch and the runtime, which takes a second.
 
     Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release, or if the
     process has two copies of libexecutorch.

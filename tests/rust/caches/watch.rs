@@ -1,7 +1,7 @@
 //! The spans and events of a cache, as a subscriber records them, and its report.
 
 use std::fmt::{Debug, Write};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, KvFormat, LayerPolicy, SeqCache,
@@ -10,8 +10,9 @@ use etkv_core::{
 use etkv_tests::backend::Backend;
 use etkv_tests::vec_store::{append, fail_next, Failure, OnVec, Tensor, VecStore};
 use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id};
-use tracing::{Event, Level, Subscriber};
+use tracing::span::{Attributes, Id, Record};
+use tracing::subscriber::Interest;
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -45,11 +46,48 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for EventRecorder {
     }
 }
 
+/// The subscriber of threads that record nothing.
+///
+/// Without it, such a thread may be the first to reach an event and switch it off for all threads: `tracing` asks only
+/// the current thread's subscriber if the process has had a single one.
+struct Unrecorded;
+
+impl Subscriber for Unrecorded {
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
+        Interest::sometimes()
+    }
+
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        false
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// Runs `work` with a subscriber of this thread.
+fn observe(subscriber: impl Subscriber + Send + Sync + 'static, work: impl FnOnce()) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| tracing::subscriber::set_global_default(Unrecorded).unwrap());
+    tracing::subscriber::with_default(subscriber, work);
+}
+
 /// Returns the events of `work`.
 fn recorded(work: impl FnOnce()) -> Vec<String> {
     let caught = EventRecorder::default();
     let subscriber = tracing_subscriber::registry().with(caught.clone());
-    tracing::subscriber::with_default(subscriber, work);
+    observe(subscriber, work);
     let lines = std::mem::take(&mut *caught.0.lock().unwrap());
     lines
 }
@@ -294,7 +332,7 @@ fn levels_that_are_off_cost_no_formatting() {
         let told = Arc::new(Mutex::new(0));
         let subscriber = tracing_subscriber::registry().with(Counts(level, told.clone()));
         let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 100));
-        tracing::subscriber::with_default(subscriber, || append(&mut cache, 0, 3).unwrap());
+        observe(subscriber, || append(&mut cache, 0, 3).unwrap());
         let told = *told.lock().unwrap();
         told
     };
