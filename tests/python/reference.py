@@ -168,14 +168,14 @@ def program(variant: Variant) -> Program:
 
 
 def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
-    """Return the programs of ``variants``. Export missing or stale ones, two at a time."""
+    """Return the programs of ``variants``. Export missing or stale ones."""
     requests = {variant: request(variant) for variant in variants}
     export(list(requests.values()))
     return {variant: Program(variant, made.output, made.keep_hf or made.model) for variant, made in requests.items()}
 
 
 def export(requests: Sequence[ExportRequest]) -> None:
-    """Run the ``requests`` whose programs are missing or stale, two at a time."""
+    """Run the ``requests`` whose programs are missing or stale."""
     missing = [request for request in requests if not _is_usable(request)]
     if missing:
         list(_exporters().map(_export, missing))
@@ -193,8 +193,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _exporters() -> ProcessPoolExecutor:
-    """Return a pool of two processes. It is kept for all tests, because imports take longer than a tiny export."""
-    return ProcessPoolExecutor(2, get_context("spawn"))
+    """Return a pool of two processes, or of one beside other workers. It is kept for all tests, because imports take
+    longer than a tiny export.
+    """
+    return ProcessPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else 2, get_context("spawn"))
 
 
 def request(variant: Variant) -> ExportRequest:

@@ -14,7 +14,7 @@ from etkv.recurrent_layer import BLOCK
 from reference import EVERYTHING, Variant
 from test_recurrent_programs import recurrent_program
 
-CASES = ["lfm3-window-cpu", *(["qwen3.5-cpu", "lfm2-cpu", "lfm3-window-mlx"] if EVERYTHING else [])]
+CASES = ["qwen3.5-cpu", *(["lfm2-cpu", "lfm3-window-cpu", "lfm3-window-mlx"] if EVERYTHING else [])]
 
 SHORTENS = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}

@@ -64,10 +64,7 @@ def model(request) -> TinyProgram:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(made, marks=() if made == QUANTIZED[0] else pytest.mark.long, id="-".join(made))
-        for made in QUANTIZED
-    ],
+    params=[pytest.param(made, marks=pytest.mark.long, id="-".join(made)) for made in QUANTIZED],
 )
 def quantized(request) -> TinyProgram:
     return _program(*request.param)
