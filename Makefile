@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Some virtual machines report AMX but cannot run it: there PyTorch's bfloat16 products end the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # Several tests run at once, and threads of OpenBLAS and OpenMP would spin while they wait for each other.
-test% lint made rust faces programs fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
+test% lint made rust faces pytest programs fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
 programs: export OMP_NUM_THREADS ?= 1
 # Ninja cannot use make's job server.
 NINJA := env -u MAKEFLAGS cmake --build build/cmake
@@ -30,7 +30,8 @@ BESIDE := $(MAKE) --no-print-directory -j2
 IF_BUILT := $(if $(wildcard build/lib/libetkv.*),$(MAKE) --no-print-directory,: without)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance \
+.PHONY: help setup build model demo question chat test made rust faces python-part faces-part pytest \
+  programs lint format test-unit test-conformance \
   test-rust test-buckets test-cpp test-package test-sanitize test-threads test-arm test-python test-macos \
   test-macos-short test-long upstream-ops fuzz-programs fuzz-files kill-saves benches bench bench-pack bench-llama \
   bench-lengths bench-caches bench-speculation bench-restart bench-threads clean
@@ -60,8 +61,12 @@ chat: build/cmake/build.ninja
 	@$(NINJA) --target etkv_chat
 
 test: .venv/.ready ## Run all checks, and tests of each kind; `make test-long` runs all tests
-	@$(BESIDE) rust made
-	@$(BESIDE) test-python faces
+	@$(BESIDE) python-part faces-part
+# Python's tests do not wait for Rust's.
+python-part: made
+	@$(MAKE) --no-print-directory pytest
+faces-part: rust made
+	@$(MAKE) --no-print-directory faces
 rust: lint
 	@tools/test-rust
 # Builds what pytest needs and Rust's tests do not.
@@ -96,6 +101,8 @@ test-cpp: build ## Run the tests of the C and C++ interfaces
 test-package: build model ## Test etkv in other projects: installed, as a subdirectory, from a wheel, and by the docs
 	python tests/package/run.py build/cmake
 test-python: benches model ## Run the exporter's tests, and models against transformers
+	@$(MAKE) --no-print-directory pytest
+pytest:
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test-buckets: .venv/.ready ## Run the tests of prefix stores in buckets, with an S3 server
 	@tools/test-buckets
