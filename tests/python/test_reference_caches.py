@@ -24,7 +24,7 @@ from step_programs import Call, Operation, Step
 
 GROUP = 2
 
-SEEDS = 20 if EVERYTHING else 3
+SEEDS = 6 if EVERYTHING else 3
 
 
 @dataclass
