@@ -156,7 +156,6 @@ class Program:
             _capi.deliver_log()
 
     def _open(self, method: str, backend: str) -> None:
-        _library.runtime()
         from executorch.runtime import Runtime, Verification
 
         path = self.path

@@ -17,7 +17,6 @@ from . import cases, payloads
 
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
-
 ENOUGH = 1000
 """The number of programs from which on a campaign must run some and refuse others."""
 

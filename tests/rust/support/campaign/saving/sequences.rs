@@ -33,7 +33,7 @@ fn fit(found: [KvFormat; 2], here: [KvFormat; 2]) -> bool {
 pub fn a_sequence_joins_others_that_stay<B: Backend>() {
     let place = SaveFile::new();
     let [joined, refused] = [AtomicUsize::new(0), AtomicUsize::new(0)];
-    for_seeds(150, |seed| {
+    for_seeds(300, |seed| {
         B::run(|| {
             let mut rng = Rng::new(seed);
             let mut shape = Shape::new(&mut rng);
@@ -97,9 +97,9 @@ pub fn a_sequence_joins_others_that_stay<B: Backend>() {
             }
         });
     });
-    if std::env::var_os("ETKV_SEED").is_none() && runs(150) >= 150 {
+    if std::env::var_os("ETKV_SEED").is_none() && runs(300) >= 300 {
         let [joined, refused] = [joined, refused].map(AtomicUsize::into_inner);
-        assert!(joined > 25 && refused > 2, "{joined} joined, {refused} refused");
+        assert!(joined > 50 && refused > 5, "{joined} joined, {refused} refused");
     }
 }
 
