@@ -15,23 +15,7 @@ Importing this package does not import torch or ExecuTorch. The functions that n
 
 from etkv._capi import set_log_level
 from etkv.answer import Answer, GenerationResponse, generate, stream_generate
-from etkv.cache import (
-    Cache,
-    LayerMemory,
-    Memory,
-    MemoryBudget,
-    RecurrentLayerMemory,
-    SeqCache,
-    TreeCache,
-    estimate,
-    estimate_shared,
-    fingerprint,
-    memory_budget,
-    process_report,
-    row_bytes,
-    set_memory_budget,
-    set_memory_callback,
-)
+from etkv.cache import Cache, SeqCache, TreeCache, fingerprint
 from etkv.chat import Chat, Reuse
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program
@@ -51,6 +35,19 @@ from etkv.errors import (
 )
 from etkv.generation import Generation, generate_tokens
 from etkv.graph_cache import GraphCache
+from etkv.memory import (
+    LayerMemory,
+    Memory,
+    MemoryBudget,
+    RecurrentLayerMemory,
+    estimate,
+    estimate_shared,
+    memory_budget,
+    process_report,
+    row_bytes,
+    set_memory_budget,
+    set_memory_callback,
+)
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from etkv.prefix import Prefix
 from etkv.prefix_cache import PrefixCache, PrefixPin, PrefixStatistics

@@ -13,10 +13,10 @@ from typing import Any
 
 from etkv import _library, pte
 from etkv._capi import call, ffi, lib, text
-from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program, dtype_and_shape
 from etkv.errors import EtkvError, StatusError
+from etkv.memory import estimate
 from etkv.metadata import context_length, describes_layers, read_kv_cache_metadata
 from etkv.pte import PteFile
 from etkv.recurrent_layer import RecurrentLayer

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
 from etkv._library import MLX_BACKEND
-from etkv.cache import Cache, SeqCache, TreeCache, raw_config
+from etkv._raw_config import raw_config
+from etkv.cache import Cache, SeqCache, TreeCache
 from etkv.config import CacheConfig, LayerConfigs
 from etkv.errors import EtkvError
 from etkv.metadata import Backend

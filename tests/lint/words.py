@@ -53,7 +53,7 @@ PHRASES = {
 
 def main() -> int:
     """Prints the file and line of each retired word and phrase. Returns 1 if there is one, or 0."""
-    patterns = [(re.compile(pattern), word) for pattern, word in (RETIRED | PHRASES).items()]
+    patterns = [(re.compile(pattern, re.MULTILINE), word) for pattern, word in (RETIRED | PHRASES).items()]
     names = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout.split("\0")
     found = 0
     for name in names:
@@ -61,14 +61,15 @@ def main() -> int:
         if not name or name in EXEMPT or not path.is_file():
             continue
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        # The file's name is line 0.
-        for number, line in enumerate([name, *lines]):
-            for pattern, word in patterns:
-                if name.startswith(OWN_MEANING.get(pattern.pattern, "//")):
-                    continue
+        # The file's name is line 0. Most patterns are nowhere in a file, so the whole file is searched first.
+        text = f"{name}\n{text}"
+        for pattern, word in patterns:
+            if name.startswith(OWN_MEANING.get(pattern.pattern, "//")) or not pattern.search(text):
+                continue
+            for number, line in enumerate(text.splitlines()):
                 for match in pattern.finditer(line):
                     print(f"{name}:{number}: `{match[0]}` is not used; say: {word}")
                     found += 1

@@ -10,7 +10,7 @@ import pytest
 
 import etkv
 import reference
-from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession, cache
+from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession, memory
 from etkv._capi import lib, text
 from reference import Variant
 
@@ -199,10 +199,10 @@ def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
         call(*arguments)
         raise KeyboardInterrupt
 
-    call = cache.call
+    call = memory.call
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(cache, "call", interrupted)
+            patch.setattr(memory, "call", interrupted)
             etkv.set_memory_callback(asked.append)
         gc.collect()
         with DecodeSession(UPFRONT):

@@ -1,7 +1,9 @@
 //! The bytes of a cache: a backend's store, and the plans of layer groups applied to it. All kinds of caches use it.
 
+mod conversion;
 mod memory;
 mod recurrent;
+mod rows;
 mod saving;
 mod sharing;
 
@@ -10,7 +12,7 @@ pub use saving::Contents;
 use std::sync::Arc;
 
 use tracing::span::EnteredSpan;
-use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
+use tracing::{debug, debug_span, enabled, error, trace, warn, Level, Span};
 
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::budget::Share;
@@ -508,38 +510,6 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Zeroes these slots of each layer group. No step may be open.
-    pub fn blank(&mut self, slots: impl Fn(usize) -> Slots) {
-        S::exclusively(&mut || {
-            let of_layer = |(layer, &group): (usize, &usize)| (layer, slots(group));
-            let blank: Vec<_> = self.layers.groups.iter().enumerate().map(of_layer).collect();
-            // Opens a step and rolls it back immediately.
-            let begun = self.store.begin(&[]);
-            if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {
-                self.poison(error);
-            }
-        });
-    }
-
-    /// Converts the rows if `length` positions reach `quantized_kv_start`.
-    pub fn quantize_at(&mut self, length: i32) {
-        if self.is_time_to_quantize(length) {
-            // If there is too little memory, the rows stay in float, and the contents are still right. The next step
-            // tries again. If that step has no room for rows in float, it returns the error (`check_floats`).
-            let [k, v] = [self.config.k_format, self.config.v_format];
-            if let Err(error) = self.convert([k, v]) {
-                warn!(
-                    target: TARGET,
-                    length,
-                    k_format = %k,
-                    v_format = %v,
-                    %error,
-                    "a conversion failed; the next step tries again"
-                );
-            }
-        }
-    }
-
     /// Rolls the step back. `written` are the slots that it wrote in each layer group. A step that was set `aside` is
     /// often rolled back, so this logs no warning.
     ///
@@ -584,107 +554,6 @@ impl<S: Store> Storage<S> {
         self.saved = None;
         self.masks.iter_mut().for_each(|mask| *mask = None);
         self.settle();
-    }
-
-    /// Moves rows, one buffer after the other. If that fails, the cache is poisoned.
-    pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
-        if moves.is_empty() {
-            return Ok(());
-        }
-        let _span = debug_span!(
-            target: TARGET,
-            "move",
-            runs = moves.len(),
-            slots = moves.iter().map(|rows| rows.from.len()).sum::<usize>()
-        )
-        .entered();
-        let moved = self.try_apply(moves);
-        self.unsettled = true;
-        self.settle();
-        if let Err(error) = &moved {
-            self.poison(error.clone());
-        }
-        moved
-    }
-
-    fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
-        for Move { group, from, to } in moves {
-            let all = 0..self.layers.groups.len();
-            let layers: Vec<usize> =
-                all.filter(|&layer| self.layers.groups[layer] == *group).collect();
-            // Compaction may move sequences to slots that were never used, to leave room between them.
-            let slots = self.allocated(*group, to.end());
-            self.store.relocate(&layers, from, to, slots)?;
-        }
-        Ok(())
-    }
-
-    /// Converts all rows to other formats.
-    pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
-        let _span =
-            debug_span!(target: TARGET, "convert", k_format = %k_format, v_format = %v_format)
-                .entered();
-        let formats = [k_format, v_format];
-        self.config.check_formats(formats)?;
-        let converted = self.convert_layers(formats);
-        self.settle();
-        converted?;
-        if self.formats[0] != k_format && self.formats[1] != v_format {
-            // No buffer reads the prefix any more.
-            self.prefix = None;
-            self.frozen.clear();
-        }
-        self.formats = formats;
-        info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
-        // Reaching `quantized_kv_start` later does not undo an explicit conversion.
-        self.awaits = false;
-        Ok(())
-    }
-
-    /// Converts layer by layer. Reserves the peak first, so that the budget does not refuse a conversion halfway.
-    fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
-        let layers = self.layers.groups.len();
-        self.reserve_bytes(self.besides(formats, 0..layers))?;
-        for layer in 0..layers {
-            self.store.convert(layer, self.layers.layers[layer].formats(formats))?;
-            let besides = self.besides(formats, layer + 1..layers);
-            self.share.settle(self.held().saturating_add(besides));
-        }
-        Ok(())
-    }
-
-    /// Empties the store, and keeps or frees its buffers. Freed buffers are allocated again in the next step, even if
-    /// the config allocates upfront.
-    ///
-    /// # Errors
-    /// [`Backend`](Status::Backend) if there is too little memory and the config allocates upfront. The store then
-    /// keeps its rows, and a poisoned cache stays poisoned.
-    pub fn clear(&mut self, release: bool) -> Result<()> {
-        if self.poisoned.is_some() {
-            // Buffers with unfinished work are useless. They occupy memory that the new buffers may need.
-            self.store.release();
-            self.unsettled = true;
-            self.settle();
-        }
-        // Buffers that read a prefix are dropped: the next writes go to buffers of this cache alone.
-        let release = release || self.prefix.is_some();
-        let formats = self.config.formats_at(0);
-        let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
-        let slots: Vec<i32> = self.layers.groups.iter().map(slots).collect();
-        self.reserve_others(formats, &slots)?;
-        let cleared = self.store.clear(formats, &slots);
-        if release && cleared.is_ok() {
-            self.store.release();
-            self.prefix = None;
-            self.frozen.clear();
-        }
-        self.unsettled = true;
-        self.settle();
-        cleared?;
-        self.formats = formats;
-        self.awaits = self.config.quantized_kv_start.is_some();
-        self.poisoned = None;
-        Ok(())
     }
 
     /// Adds the figures of the storage to a report.

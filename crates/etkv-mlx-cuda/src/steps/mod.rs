@@ -33,7 +33,7 @@ use etkv_cuda::{
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use tracing::{debug, warn};
+use tracing::{debug, trace, warn};
 
 use self::plan::{Planner, StepAddresses};
 use self::recipe::Recipe;
@@ -315,6 +315,7 @@ impl CapturedSteps {
                 Ok(Arc::clone(&last.addresses))
             }
             _ => {
+                trace!(target: TARGET, epoch, "the addresses of a step are read");
                 let addresses = Arc::new(self.planner.addresses(store, constants, groups)?);
                 let store = store.id();
                 state.last = Some(LastStep { store, epoch, addresses: Arc::clone(&addresses) });

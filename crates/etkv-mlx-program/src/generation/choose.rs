@@ -1,7 +1,8 @@
 //! Verification: the host runs a step, and for each token of the step the device chooses the next token.
 
+use super::chosen_tokens::ChosenTokens;
 use super::last_rows;
-use super::sampler::{finite, Sampler};
+use super::sampler::Sampler;
 use crate::error::{fail, Result};
 use crate::runtime::{Program, TextInputs, Tokens};
 use etkv::mlx;
@@ -43,7 +44,7 @@ impl Program {
         }
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;
-        let take = |_: &mut mlx::Mlx, ids: &[i32]| finite(ids, |row| ids[row] >= 0);
+        let take = |_: &mut mlx::Mlx, ids: &[i32]| ChosenTokens::Host(ids.to_vec()).ids();
         let text = (tokens, positions);
         if let Some(ids) = loaded.choose_fast(&mut mlx, &mut *cache, text, take)? {
             return Ok(ids);

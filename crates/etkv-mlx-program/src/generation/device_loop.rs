@@ -8,7 +8,8 @@ use etkv_delegate::LogitsRows;
 
 use self::ahead::{release, roll_back, PendingTokens};
 use super::answer::{check_prompts, Answer, Prompt};
-use super::sampler::{ChosenTokens, Sampler};
+use super::chosen_tokens::ChosenTokens;
+use super::sampler::Sampler;
 use super::{End, Generated, GenerationOptions};
 use crate::error::{fail, Error, Result};
 use crate::runtime::{Program, TextInputs};

@@ -7,6 +7,7 @@
 
 mod answer;
 mod choose;
+mod chosen_tokens;
 mod device_loop;
 mod sampler;
 mod warm_up;

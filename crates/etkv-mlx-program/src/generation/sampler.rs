@@ -2,89 +2,12 @@
 
 use etkv_delegate::Sampling;
 use mlx_rs::ops::indexing::argmax_axis;
-use mlx_rs::ops::{arange, concatenate, select, softmax_axis, sort_axis};
-use mlx_rs::transforms::async_eval;
+use mlx_rs::ops::{arange, select, softmax_axis, sort_axis};
 use mlx_rs::{Array, Dtype};
 
+use super::chosen_tokens::DeviceTokens;
 use crate::error::{fail, Result};
 use etkv::mlx::{self, cast, slice_axis};
-
-/// The tokens that one step chooses. Their computation may still run.
-pub struct ChosenTokens {
-    /// Token ids, `[B]`, int32.
-    pub tokens: Array,
-    /// `[B]`, float32: a number that is not finite if the logits of the row are not finite.
-    witness: Array,
-    /// An exclusive upper limit of the ids.
-    pub below: i32,
-}
-
-impl ChosenTokens {
-    /// Wraps token ids that are on the host. A negative id means that the logits are not finite.
-    pub fn known(ids: &[i32]) -> Result<Self> {
-        let n = ids.len() as i32;
-        let below = ids.iter().max().map_or(0, |most| most + 1);
-        let witness = |&id: &i32| if id < 0 { f32::NAN } else { 0.0 };
-        let witness = mlx::array_of(&ids.iter().map(witness).collect::<Vec<f32>>(), &[n])?;
-        Ok(Self { tokens: mlx::array_of(ids, &[n])?, witness, below })
-    }
-
-    /// Returns the arrays to compute.
-    pub fn arrays(&self) -> [&Array; 2] {
-        [&self.tokens, &self.witness]
-    }
-
-    /// Waits for the computation of the tokens, which was already started.
-    pub fn wait(&self) -> Result<()> {
-        self.arrays().into_iter().try_for_each(mlx::wait)
-    }
-
-    /// Returns the computed token ids.
-    ///
-    /// # Errors
-    /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
-    pub fn ids(&self) -> Result<Vec<i64>> {
-        let witness: Vec<f32> = mlx::elements(&self.witness)?;
-        let ids: Vec<i32> = mlx::elements(&self.tokens)?;
-        finite(&ids, |row| witness[row].is_finite())
-    }
-
-    /// Concatenates tokens in order, and starts the computation.
-    pub fn joined(mut parts: Vec<Self>) -> Result<Self> {
-        if parts.len() == 1 {
-            return Ok(parts.swap_remove(0));
-        }
-        let all = |of: fn(&Self) -> &Array| -> Result<Array> {
-            Ok(concatenate(&parts.iter().map(of).collect::<Vec<_>>(), 0)?)
-        };
-        let below = parts.iter().map(|part| part.below).max().unwrap_or(0);
-        let joined =
-            Self { tokens: all(|part| &part.tokens)?, witness: all(|part| &part.witness)?, below };
-        async_eval(joined.arrays())?;
-        Ok(joined)
-    }
-
-    /// Returns the tokens at `rows`.
-    pub fn at(&self, rows: &[usize]) -> Result<Array> {
-        let n = self.tokens.size();
-        if rows.iter().copied().eq(0..n) {
-            return Ok(self.tokens.clone());
-        }
-        let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
-        Ok(self.tokens.take_axis(mlx::array_of(&rows, &[rows.len() as i32])?, 0)?)
-    }
-}
-
-/// Returns ids as `i64`, if `is_finite` is true for every row.
-///
-/// # Errors
-/// [`Backend`](etkv::Status::Backend) for logits that are not finite.
-pub fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>> {
-    if let Some(row) = (0..ids.len()).find(|&row| !is_finite(row)) {
-        fail!(Backend, "cannot choose a token: the logits of row {row} are not finite");
-    }
-    Ok(ids.iter().copied().map(i64::from).collect())
-}
 
 /// Chooses tokens with the parameters of a [`Sampling`].
 #[derive(Default)]
@@ -115,7 +38,7 @@ impl Sampler {
         logits: &Array,
         recent: Option<&Array>,
         draws: &[f32],
-    ) -> Result<ChosenTokens> {
+    ) -> Result<DeviceTokens> {
         let mut logits = logits.clone();
         if !self.sampling.logit_bias.is_empty() {
             logits = cast(&logits, Dtype::Float32)?.add(self.bias(logits.dim(-1))?)?;
@@ -126,7 +49,7 @@ impl Sampler {
         if self.sampling.temperature == 0.0 {
             let tokens = cast(&argmax_axis(&logits, -1, false)?, Dtype::Int32)?;
             let witness = cast(&logits.max_axis(-1, false)?, Dtype::Float32)?;
-            return Ok(ChosenTokens { tokens, witness, below: logits.dim(-1) });
+            return Ok(DeviceTokens { tokens, witness, below: logits.dim(-1) });
         }
         let draws = mlx::array_of(draws, &[draws.len() as i32, 1])?;
         self.drawn(&cast(&logits, Dtype::Float32)?, &draws)
@@ -159,7 +82,7 @@ impl Sampler {
 
     /// Chooses the first token at which the cumulative weight of the kept tokens exceeds `draws` of the
     /// total.
-    fn drawn(&self, logits: &Array, draws: &Array) -> Result<ChosenTokens> {
+    fn drawn(&self, logits: &Array, draws: &Array) -> Result<DeviceTokens> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let vocabulary = logits.dim(-1);
         let zero = Array::from_f32(0.0);
@@ -196,7 +119,7 @@ impl Sampler {
         let best = cast(&argmax_axis(&p, -1, false)?, Dtype::Int32)?;
         let tokens = select(first.lt(&none)?, &first, best)?;
         let witness = all.reshape(&[-1])?.contiguous()?;
-        Ok(ChosenTokens { tokens, witness, below: vocabulary })
+        Ok(DeviceTokens { tokens, witness, below: vocabulary })
     }
 }
 
@@ -248,26 +171,6 @@ mod tests {
                     }
                 }
             }
-            Ok(())
-        })
-        .unwrap();
-    }
-
-    /// A captured step returns ids, and -1 for logits that are not finite.
-    #[test]
-    fn known_tokens_are_refused_where_their_logits_are_not_finite() {
-        mlx::run(|| {
-            let chosen = ChosenTokens::known(&[3, 0, 7])?;
-            assert_eq!((chosen.ids()?, chosen.below), (vec![3, 0, 7], 8));
-            for row in 0..3 {
-                let mut ids = [3, 0, 7];
-                ids[row] = -1;
-                let refused = ChosenTokens::known(&ids)?.ids().unwrap_err();
-                assert_eq!(refused.status(), Status::Backend);
-                assert!(refused.message().contains(&format!("row {row} are not finite")));
-                assert_eq!(finite(&ids, |row| ids[row] >= 0).unwrap_err(), refused);
-            }
-            assert_eq!(ChosenTokens::known(&[-1])?.below, 0);
             Ok(())
         })
         .unwrap();

@@ -8,7 +8,7 @@ use super::step::{withdraw, Batch};
 use super::Generation;
 use crate::error::{fail, Result};
 use crate::generation::answer::next_position;
-use crate::generation::sampler::ChosenTokens;
+use crate::generation::chosen_tokens::ChosenTokens;
 use crate::generation::RunAhead;
 use crate::runtime::Tokens;
 use crate::TARGET;
@@ -184,8 +184,9 @@ impl Generation {
             let program = &self.program.0;
             // Only the last row of an answer is read. If it is not finite, reading the token returns an
             // error.
-            let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
-                mlx.run(|| ChosenTokens::known(&ids[ids.len().saturating_sub(answers.len())..]))
+            let take = |_: &mut mlx::Mlx, ids: &[i32]| {
+                let last = &ids[ids.len().saturating_sub(answers.len())..];
+                Ok(ChosenTokens::Host(last.to_vec()))
             };
             let text = (tokens, positions);
             let captured = self
@@ -227,10 +228,10 @@ impl Generation {
             return Ok(None);
         }
         let mut mlx = mlx::enter()?;
-        let ids = self.program.0.stream.run(&mlx, || coming.chosen.at(&rows))?;
+        let (ids, below) = self.program.0.stream.run(&mlx, || coming.chosen.at(&rows))?;
         let batch = Batch {
             answers: &answers,
-            tokens: Tokens::Device(&ids, coming.chosen.below),
+            tokens: Tokens::Device(&ids, below),
             positions: &positions,
             choose: true,
         };

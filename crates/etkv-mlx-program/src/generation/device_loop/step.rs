@@ -7,7 +7,7 @@ use mlx_rs::Array;
 
 use super::Generation;
 use crate::error::{fail, Result};
-use crate::generation::sampler::ChosenTokens;
+use crate::generation::chosen_tokens::ChosenTokens;
 use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::{MlxCache, Step};
@@ -84,7 +84,7 @@ impl Generation {
             .collect();
         let chosen = self.sampler.choose(&logits, recent.as_ref(), &draws)?;
         step.schedule(&chosen.arrays())?;
-        Ok((Some(chosen), step))
+        Ok((Some(ChosenTokens::Device(chosen)), step))
     }
 
     /// Returns the tokens that count as repeated, `[B, n]`: tokens of the texts, and tokens that the device has
