@@ -1,12 +1,16 @@
-"""The exporter leaves out work of torch, and restores torch afterwards."""
+"""The exporter leaves out work of torch and ExecuTorch, and restores both afterwards."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 
 import pytest
+import torch
 import torch._dynamo.guards
 import torch.fx.traceback
+from executorch.exir import EdgeCompileConfig, to_edge
+from executorch.exir.pass_base import ExportPass
 
 import etkv
 from etkv.export import ExportRequest, export_program, faster
@@ -14,7 +18,13 @@ from etkv.export import ExportRequest, export_program, faster
 
 def state() -> tuple[object, ...]:
     guards = torch._dynamo.guards.PyExprCSEPass
-    return guards.count, guards.replace, torch.fx.traceback.copy, gc.get_threshold()
+    return guards.count, guards.replace, torch.fx.traceback.copy, gc.get_threshold(), *(one.call for one in passes())
+
+
+def passes() -> list[type]:
+    """Return the passes of ExecuTorch that may be skipped."""
+    names = [name.rpartition(".") for name in faster._HAS_WORK]
+    return [getattr(importlib.import_module(f"executorch.exir.passes.{module}"), name) for module, _, name in names]
 
 
 @pytest.fixture
@@ -26,6 +36,8 @@ def before(monkeypatch):
     monkeypatch.setattr(guards, "count", lambda self, exprs: "all")
     monkeypatch.setattr(guards, "replace", lambda self, expr: "all")
     monkeypatch.setattr(torch.fx.traceback, "copy", copy)
+    for one in passes():
+        monkeypatch.setattr(one, "call", ExportPass.call)
     threshold = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield state()
@@ -63,3 +75,57 @@ def test_a_collector_that_is_off_stays_off(before):
     gc.set_threshold(100_000, 10, 10)
     with faster.collecting_rarely():
         assert gc.get_threshold() == (100_000, 20, 100)
+
+
+class Work(torch.nn.Module):
+    """A model with work for some of the passes that may be skipped, or for none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind == "symbol":
+            return x * x.shape[0] + torch.full_like(x, x.shape[0])
+        if self.kind == "dtypes":
+            return x + ids.unsqueeze(1)
+        if self.kind == "integers":
+            return (ids / ids).unsqueeze(1)
+        return torch.relu(x) + 2.0
+
+
+@pytest.mark.parametrize("kind", ["symbol", "dtypes", "integers", "none"])
+def test_graphs_are_the_same_without_the_skipped_passes(before, kind, monkeypatch):
+    ran = []
+
+    def edge() -> list[tuple[object, ...]]:
+        tokens = torch.export.Dim("tokens", min=2, max=64)
+        inputs = (torch.randn(3, 8), torch.arange(3))
+        traced = torch.export.export(Work(kind), inputs, dynamic_shapes=({0: tokens}, {0: tokens}))
+        program = to_edge(traced, compile_config=EdgeCompileConfig(_check_ir_validity=False))
+        nodes = program.exported_program().graph.nodes
+        return [(node.name, str(node.target), str(node.args), str(node.meta.get("val"))) for node in nodes]
+
+    def call(self, module):
+        ran.append(type(self))
+        return ExportPass.call(self, module)
+
+    for one in passes():
+        monkeypatch.setattr(one, "call", call)
+    expected, every = edge(), len(ran)
+    ran.clear()
+    with faster.without_needless_work():
+        assert edge() == expected
+    assert every >= len(passes()) > len(ran)
+    assert bool(ran) == (kind != "none")
+
+
+def test_ops_that_exports_replace_before_have_work():
+    aten = torch.ops.aten
+    targets = {"NormalizeTransposePass": aten.t.default, "ReplaceBrokenOpsWithFunctionalOpsPass": aten.unfold.default}
+    for name, has_work in faster._HAS_WORK.items():
+        graph = torch.fx.Graph()
+        tensor = graph.placeholder("tensor")
+        target = targets.get(name.rpartition(".")[2])
+        assert not has_work(graph.call_function(aten.relu.default, (tensor,)))
+        assert target is None or has_work(graph.call_function(target, (tensor,)))

@@ -73,22 +73,19 @@ def wrong(program: etkv.Program, session: etkv.DecodeSession, tokenizer: etkv.To
     program.forward([1.5], [0])  # list-item
 """
 
-CONFIG = """
-[mypy]
-strict = True
-cache_dir = {cache}"""
+ROOT = Path(__file__).parents[2]
 
 
 def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
-    """Return the line and the code of each of mypy's errors in ``program``, and mypy's output."""
+    """Return the line and the code of each of mypy's errors in ``program``, and mypy's output.
+
+    The config is that of `make lint`, which is strict, so that mypy reads torch from its cache.
+    """
     file = tmp_path / "program.py"
     file.write_text(program)
-    config = tmp_path / "mypy.ini"
-    cache = Path(__file__).parents[2] / "build" / "mypy-users"
-    config.write_text(CONFIG.format(cache=cache))
-    words = [sys.executable, "-m", "mypy", "--config-file", str(config), str(file)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    found = re.findall(r"^program\.py:(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
+    words = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(file)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    found = re.findall(r"program\.py:(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
     assert (done.returncode, done.stderr) == (1 if found else 0, ""), done.stdout + done.stderr
     return {(int(line), code) for line, code in found}, done.stdout
 

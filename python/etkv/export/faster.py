@@ -1,12 +1,13 @@
-"""Makes torch's part of an export faster, without changing the program."""
+"""Makes the parts of an export in torch and ExecuTorch faster, without changing the program."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
+import importlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,8 @@ def collecting_rarely() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_needless_work() -> Iterator[None]:
-    """Skip work of torch that an export does not need. Whatever a release of torch lacks is left as it is."""
-    with _without_work_on_guards(), _sharing_origins():
+    """Skip work that an export does not need. What a release of torch or ExecuTorch lacks is left as it is."""
+    with _without_work_on_guards(), _sharing_origins(), _without_idle_passes():
         yield
 
 
@@ -62,3 +63,83 @@ def _sharing_origins() -> Iterator[None]:
     names = {name: value for name, value in vars(copy).items() if not name.startswith("__")}
     with mock.patch.object(origins, "copy", types.SimpleNamespace(**{**names, "deepcopy": list})):
         yield
+
+
+@contextlib.contextmanager
+def _without_idle_passes() -> Iterator[None]:
+    """Skip those of ExecuTorch's passes that have nothing to replace. Each traces the whole graph again."""
+    with contextlib.ExitStack() as patches:
+        for name, has_work in _HAS_WORK.items():
+            module, _, pass_name = name.rpartition(".")
+            try:
+                kind = getattr(importlib.import_module(f"executorch.exir.passes.{module}"), pass_name)
+            except (ImportError, AttributeError):
+                continue
+            patches.enter_context(mock.patch.object(kind, "call", _call(kind.call, has_work)))
+        yield
+
+
+def _call(call: Callable[..., Any], has_work: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Return the method ``call`` of a pass, which does nothing if no node of a graph has work for the pass."""
+    from torch.fx import GraphModule
+    from torch.fx.passes.infra.pass_base import PassResult
+
+    def calling(self: Any, module: Any) -> Any:
+        is_flat = not any(isinstance(child, GraphModule) for child in module.children())
+        if is_flat and not any(has_work(node) for node in module.graph.nodes if node.op == "call_function"):
+            return PassResult(module, False)
+        return call(self, module)
+
+    return calling
+
+
+def _is_transpose(node: Any) -> bool:
+    import torch
+
+    return bool(node.target == torch.ops.aten.t.default)
+
+
+def _is_view(node: Any) -> bool:
+    return bool(getattr(node.target, "is_view", False))
+
+
+def _takes_symbol(node: Any) -> bool:
+    """Return whether an operator takes tensors, and a number that is not known yet."""
+    import torch
+
+    schema = getattr(node.target, "_schema", None)
+    takes_tensors = schema is None or any("Tensor" in str(argument.type) for argument in schema.arguments)
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    numbers = [argument for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), symbols)]
+    if schema is None or not takes_tensors or not numbers:
+        return False
+    given = {argument.name: node.kwargs.get(argument.name) for argument in schema.arguments}
+    given |= {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    # A list of numbers, such as a shape, stays one.
+    return any("Tensor" in str(one.type) and _has(given[one.name], numbers) for one in schema.arguments)
+
+
+def _has(argument: Any, nodes: list[Any]) -> bool:
+    return any(_has(one, nodes) for one in argument) if isinstance(argument, list | tuple) else argument in nodes
+
+
+def _mixes_dtypes(node: Any) -> bool:
+    """Return whether an operator may promote its arguments to another dtype."""
+    import torch
+
+    aten = torch.ops.aten
+    promoting = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.div.Tensor_mode)
+    if node.target not in (*promoting, aten.minimum.default):
+        return False
+    values = [argument.meta.get("val") if hasattr(argument, "meta") else None for argument in node.args]
+    dtypes = {value.dtype if isinstance(value, torch.Tensor) else None for value in values}
+    return len(dtypes) > 1 or not all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
+
+
+_HAS_WORK: dict[str, Callable[[Any], bool]] = {
+    "normalize_transpose_pass.NormalizeTransposePass": _is_transpose,
+    "replace_broken_ops_with_function_ops_pass.ReplaceBrokenOpsWithFunctionalOpsPass": _is_view,
+    "sym_to_tensor_pass.SymToTensorPass": _takes_symbol,
+    "remove_mixed_type_operators.RemoveMixedTypeOperators": _mixes_dtypes,
+}
+"""Passes, and whether a node has work for them. A pass that has work somewhere runs as ExecuTorch wrote it."""
