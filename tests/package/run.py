@@ -43,6 +43,9 @@ CARGO, CARGO_WITHOUT_MLX = SOURCE / "build/package/cargo", SOURCE / "build/packa
 
 DARWIN = sys.platform == "darwin"
 
+UNOPTIMIZED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG"
+"""For C++ that runs one small program: compiling it takes longer."""
+
 # With this option, which some systems set by default, the linker drops libraries that no symbol needs.
 AS_NEEDED = [] if DARWIN else ["-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"]
 
@@ -172,7 +175,7 @@ class Package:
         """Build, install and use etkv for the CPU only, without MLX."""
         build, prefix, user = (self.scratch / f"cpu-{part}" for part in ("build", "prefix", "user"))
         executorch = [f"-DETKV_PYTHON={shutil.which('false')}", f"-DETKV_EXECUTORCH_DIR={package('executorch')}"]
-        options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
+        options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", UNOPTIMIZED, *executorch]
         # Without MLX, the tokenizer's dependencies have other features, and Cargo would have to compile them for this
         # test only.
         packages = f"--package;etkv-capi;--config;{HERE / 'quick.toml'}"
@@ -242,7 +245,7 @@ class Package:
         shutil.copy(SOURCE / "Cargo.lock", home / "counter")
         with (home / "counter/Cargo.toml").open("a") as manifest:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
-            manifest.write('[profile.release.package."*"]\ndebug = false\n')
+            manifest.write('[profile.release.package."*"]\ndebug = false\ncodegen-units = 1\n')
             # Packages with a path have a different identity here, so they are compiled for this test only.
             for name in ("etkv", "etkv-core", "etkv-cuda", "etkv-file", "etkv-delegate", "mlx-rs", "mlx-sys"):
                 manifest.write(f"[profile.release.package.{name}]\nopt-level = 0\n")

@@ -115,6 +115,7 @@ def test_chat(name):
     assert "the draft" not in drafted.stderr
 
 
+@pytest.mark.long
 def test_memory_returns_to_where_it_was():
     target, draft = pair("tiny-llama")
     done = succeed("speculative", target, "--draft", draft.path, "--max-tokens", 8, "--repeat", 50)

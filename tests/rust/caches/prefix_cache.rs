@@ -73,7 +73,7 @@ fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
 }
 
 fn the_longest_beginning_is_found<B: Backend>() {
-    for_seeds(72, |seed| {
+    for_seeds(36, |seed| {
         let shape = TextShape::of(seed);
         let rng = &mut Rng::new(seed);
         let prefixes = unlimited();
@@ -124,7 +124,7 @@ fn the_longest_beginning_is_found<B: Backend>() {
 }
 
 fn limits_and_pins_hold<B: Backend>() {
-    for_seeds(36, |seed| {
+    for_seeds(18, |seed| {
         let shape = TextShape::of(seed);
         let rng = &mut Rng::new(seed);
         let one = {

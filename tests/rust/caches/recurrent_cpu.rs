@@ -88,7 +88,7 @@ impl Kernels<OnCpu> for CpuKernels {
 
 #[test]
 fn kernels_give_the_bits_of_a_text_that_ran_in_one_step() {
-    texts_run_as_if_alone::<OnCpu, CpuKernels>(200);
+    texts_run_as_if_alone::<OnCpu, CpuKernels>(120);
 }
 
 /// An error at a boundary: at a position where the state of a recurrence becomes an anchor, or where a step begins.

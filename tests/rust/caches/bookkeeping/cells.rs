@@ -369,7 +369,7 @@ pub fn replay(config: Config, ops: &[Op]) {
 
 #[test]
 fn equals_lists_of_tokens_over_generated_operations() {
-    check(3000, generate, |config, ops| replay(config.clone(), ops));
+    check(1500, generate, |config, ops| replay(config.clone(), ops));
 }
 
 /// The steps of a runner with one sequence, which never needs a mask.

@@ -225,7 +225,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
 }
 
 pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
-    texts_run_as_if_alone::<B, Plain>(120);
+    texts_run_as_if_alone::<B, Plain>(70);
 }
 
 /// Runs generated operations of this many seeds, with the layers computed by `K`.
@@ -285,7 +285,7 @@ pub fn marks_hold_for_the_text_that_begins_next<B: Backend>() {
 }
 
 pub fn memory_of_recurrent_layers_matches_estimates<B: Backend>() {
-    for_seeds(20, |seed| {
+    for_seeds(12, |seed| {
         B::run(|| {
             let mut run = Run::<B, Plain>::new(seed);
             // A step that is rolled back keeps the buffers that it allocated.

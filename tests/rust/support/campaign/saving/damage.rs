@@ -139,7 +139,7 @@ fn replace_header(bytes: &mut Vec<u8>, text: &str) {
 
 pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
     let place = SaveFile::new();
-    for_seeds(if B::COMPUTES_AT_ONCE { 30 } else { 8 }, |seed| {
+    for_seeds(if B::COMPUTES_AT_ONCE { 20 } else { 8 }, |seed| {
         B::run(|| {
             let mut rng = Rng::new(seed);
             let shape = Shape::new(&mut rng);
