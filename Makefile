@@ -26,7 +26,8 @@ programs: export OMP_NUM_THREADS ?= 1
 NINJA := env -u MAKEFLAGS cmake --build build/cmake
 # Runs two targets in parallel: each of them uses only one core at times.
 BESIDE := $(MAKE) --no-print-directory -j2
-# Exports are checked with the library if there is one. If it is older than the sources, a new program may not run in it.
+# Exports are checked with the library if there is one. A library older than the sources may not run a new program, so
+# the library is built again first.
 IF_BUILT := $(if $(wildcard build/lib/libetkv.*),$(MAKE) --no-print-directory,: without)
 
 .DEFAULT_GOAL := help
@@ -80,7 +81,7 @@ programs: model
 # Not in parallel: two Ninja processes cannot share a build folder.
 faces: benches
 	@$(MAKE) --no-print-directory test-cpp
-	@$(MAKE) --no-print-directory test-package
+	@python tests/package/run.py build/cmake --short
 	@$(MAKE) --no-print-directory test-macos-short
 lint: .venv/.ready ## Check formats, lints and docs
 	@tools/lint

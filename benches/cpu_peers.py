@@ -86,7 +86,7 @@ ON_REQUEST = ("mlx-lm", "executorch-8da4w")
 
 
 def prepare(contestant: Contestant, llama_python: str) -> str | None:
-    """Creates the model's file if it is missing. Returns the reason if it cannot, otherwise None."""
+    """Creates the model's file if it is missing. Returns the reason if the file cannot be created, otherwise None."""
     # The import is here because the Python that runs llama.cpp may lack etkv.
     from etkv.models import path
 

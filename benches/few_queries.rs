@@ -1,8 +1,8 @@
-//! Measures attention of 1 to 64 queries on a GPU, with etkv's kernel and with MLX. A measurement is 16 dependent
-//! calls, as in layers, with a new length each time.
+//! Measures attention of 1 to 64 queries on a GPU, with etkv's kernel and with MLX. A measurement runs 16 calls, each
+//! of which reads the result of the previous call, as layers do. Each measurement has a new length.
 //!
 //! With the argument `kernel`, only the kernel is measured. With `differences`, the output is the largest difference
-//! from float32 as a share of the largest value. Set `MLX_ENABLE_TF32=0` for `differences`.
+//! from a result in float32, as a share of the largest value. Set `MLX_ENABLE_TF32=0` for `differences`.
 
 use std::time::Instant;
 

@@ -4,9 +4,9 @@
 //
 //   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] [--json]
 //
-// LONGEST is the maximum number of tokens of a prompt (4000), PROMPTS the
-// number of lengths (20), STEPS the number of steps of one token after each
-// prompt (64). --json adds a line with every time.
+// LONGEST is the maximum number of tokens of a prompt (default 4000), PROMPTS
+// the number of lengths (default 20), STEPS the number of steps of one token
+// after each prompt (default 64). --json adds a line with every time.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

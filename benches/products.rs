@@ -1,4 +1,4 @@
-//! Compares attention over packed rows with attention over the same rows unpacked first. The tables determine the
+//! Compares attention over packed rows with attention that unpacks the same rows first. The tables determine the
 //! maximum number of queries for which a pool multiplies packed rows.
 
 use std::time::{Duration, Instant};
@@ -59,8 +59,8 @@ fn median(times: &mut [Duration]) -> f64 {
     times[times.len() / 2].as_secs_f64()
 }
 
-/// Prints one line: the ratio of unpacking to packed products, for each number of queries.
-/// Returns the ratios.
+/// Prints one line: for each number of queries, the time with unpacked rows divided by the time with packed rows.
+/// Returns these ratios.
 fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<Vec<f64>> {
     let mut ratios = Vec::new();
     let (_cache, mut spec) = filled(format.parse()?, length, head_dim)?;
@@ -85,7 +85,7 @@ fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<
 }
 
 /// Returns the maximum rows per KV head for which packed products are faster, by the geometric mean of the lines; 0 if
-/// they never are.
+/// packed products are never faster.
 fn threshold(lines: &[Vec<f64>]) -> i32 {
     let faster = |at: &usize| lines.iter().map(|ratios| ratios[*at].ln()).sum::<f64>() >= 0.0;
     let n = (0..STEPS.len()).take_while(faster).count();

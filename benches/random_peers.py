@@ -108,7 +108,7 @@ class RandomModel:
         partial.rename(self.gguf)
 
     def prepare(self, wanted: Contestant, arguments: argparse.Namespace) -> str | None:
-        """Creates the contestant's file if it is missing. Returns the reason if it cannot, otherwise None."""
+        """Creates the contestant's file if it is missing. Returns the reason if this is impossible, otherwise None."""
         itself = [sys.executable, self.script]
         llama = [arguments.llama_python, self.script]
         steps: list[tuple[Path, list[str]]] = [(self.hf / "tokenizer.json", [*itself, "--write-model"])]
@@ -141,7 +141,7 @@ class RandomModel:
         return random.Random(1).choices(range(self.vocabulary), k=n)
 
     def run_as_a_part(self, arguments: argparse.Namespace) -> bool:
-        """Does the work of a process that the benchmark has started. Returns False if this process is not one."""
+        """Does the work of a process that the benchmark has started. Returns False in a process that a user started."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         by_name = {contestant.name: contestant for contestant in self.contestants}
         if arguments.write_model:

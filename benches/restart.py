@@ -28,7 +28,7 @@ def prompt(n: int) -> list[int]:
 
 
 def measure(way: str, model: str, n: int, folder: str) -> dict[str, float]:
-    """Run one of the ways in this process, and return its times in seconds."""
+    """Measure one of the ways, with or without a prefix store, in this process. Return its times in seconds."""
     import etkv
 
     facts = etkv.read_kv_cache_metadata(model)

@@ -1,5 +1,5 @@
-// etkv_sequences: the time of a step of several sequences. They have separate
-// prompts, or are forks of one sequence. Prints one line of JSON.
+// etkv_sequences: the time of a step of several sequences. The sequences have
+// separate prompts, or are forks of one sequence. Prints one line of JSON.
 #include <cstdint>
 #include <cstdio>
 #include <limits>

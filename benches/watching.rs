@@ -20,7 +20,7 @@ fn rows(heads: i32, n: i32) -> Array {
     Array::ones::<f32>(&[1, heads, n, 64]).expect("an array")
 }
 
-/// Runs a step of `n` tokens through all layers. Attention is omitted: its time would hide that of the cache.
+/// Runs a step of `n` tokens through all layers. Attention is omitted: its time would hide the time of the cache.
 fn step(cache: &mut ContiguousCache, first: i32, n: i32) {
     let positions: Vec<i32> = (first..first + n).collect();
     let rows = rows(3, n);

@@ -21,7 +21,7 @@ const SHAPES: [[i32; 2]; 9] = [
     [2048, 8192],
 ];
 const ROWS: [i32; 10] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 64];
-/// The total bytes of the copies of a weight that are read in turn: more than fit a CPU's caches.
+/// The total bytes of the copies of a weight that are read in turn: more than the CPU's caches hold.
 const COLD: usize = 128 << 20;
 const ROUNDS: usize = 9;
 
@@ -33,14 +33,14 @@ fn random(shape: &[i32]) -> etkv::Result<Array> {
     Ok(array)
 }
 
-/// Returns random weights of this shape: so many copies that they do not fit a CPU's caches.
+/// Returns random weights of this shape: so many copies that the CPU's caches cannot hold them all.
 fn weights([out, into]: [i32; 2]) -> etkv::Result<Vec<Array>> {
     let n = COLD / (4 * out as usize * into as usize);
     (0..n.clamp(2, 64)).map(|_| random(&[out, into])).collect()
 }
 
-/// Returns the ratio of the median times of `first` and `second`, measured in turn, each on weights that were not
-/// used recently.
+/// Returns the ratio of the median times of `first` and `second`. They run in turn, each on weights that were not read
+/// recently.
 fn ratio(x: &Array, n_weights: usize, first: Product, second: Product) -> etkv::Result<f64> {
     let mut times: [Vec<Duration>; 2] = Default::default();
     let mut next = 0;

@@ -16,7 +16,7 @@ class ThreadPool {
       ::executorch::runtime::FunctionRef<void(size_t)> part,
       size_t n_parts);
 };
-/// Returns the pool of the process; null if it cannot count the processors.
+/// Returns the pool of the process; null if the processors cannot be counted.
 ThreadPool* get_threadpool();
 } // namespace executorch::extension::threadpool
 
@@ -27,7 +27,7 @@ using ::executorch::extension::threadpool::get_threadpool;
 using ::executorch::extension::threadpool::NoThreadPoolGuard;
 
 /// The pool that XNNPACK and ExecuTorch's kernels use. A second pool would
-/// compete with it for the same cores.
+/// compete with this one for the same cores.
 class SharedPool final : public interpreter::Threads {
  public:
   std::size_t count() const override {
@@ -56,7 +56,7 @@ constexpr char kId[] = "EtkvForCPU";
 const SharedPool shared_pool;
 Backend backend(kId, interpreter::Target::cpu, shared_pool);
 
-/// Registers the backend when the library is loaded, without a call.
+/// Loading the library registers the backend; no call is needed.
 [[maybe_unused]] const bool registered = backend.register_own(kId);
 
 } // namespace

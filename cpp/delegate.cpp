@@ -83,8 +83,9 @@ Error fail(const char* backend, etkv_status status, std::string_view message) {
       '?');
   ET_LOG(Error, "%s: %s", backend, line.c_str());
   libetkv().report(status, message);
-  // MLX throws one exception type for every failure. If memory runs out, its
-  // message contains "Unable to allocate" or "Attempting to allocate".
+  // MLX throws one exception type for every failure. If memory runs out, the
+  // message of the exception contains "Unable to allocate" or "Attempting to
+  // allocate".
   if (status == ETKV_ERROR_BACKEND &&
       message.find("llocate") != std::string_view::npos) {
     return Error::MemoryAllocationFailed;
@@ -227,8 +228,8 @@ const char* read_argument(
   return nullptr;
 }
 
-/// The object behind ExecuTorch's handle of one delegate: the program, and room
-/// for the arguments of a run.
+/// The object to which ExecuTorch's handle of one delegate points: the program,
+/// and room for the arguments of a run.
 struct Delegate {
   std::unique_ptr<interpreter::Program> program;
   std::vector<interpreter::Argument> inputs;

@@ -18,7 +18,8 @@ class Backend final : public ::executorch::runtime::BackendInterface {
       : name_(name), target_(target), threads_(threads) {}
 
   /// Registers the backend under an id that only etkv uses. Call it when the
-  /// library is loaded. Returns false, and logs why, if that fails.
+  /// library is loaded. If registration fails, returns false and logs the
+  /// reason.
   bool register_own(const char* id);
 
   bool is_available() const override {

@@ -1,5 +1,5 @@
-// libetkv's side of interpreter.hpp: implements its classes with those of the
-// bridge to Rust.
+// libetkv's side of interpreter.hpp: implements the classes of that file with
+// the classes of the bridge to Rust.
 #include "cpp/interpreter.hpp"
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace etkv::interpreter {
 namespace {
 
-// The layout of crates/etkv-delegate/src/argument.rs, which checks the same numbers.
+// The layout that crates/etkv-delegate/src/argument.rs also checks.
 static_assert(std::is_trivially_copyable_v<Argument>);
 static_assert(sizeof(void*) != 8 || sizeof(Argument) == 48);
 static_assert(sizeof(void*) != 8 || offsetof(Argument, shape) == 16);

@@ -3,8 +3,8 @@
 //
 // Private to these libraries, which are built together. The interface is one C
 // symbol and virtual calls, so that libetkv exports no symbol of cxx's runtime.
-// A host with Rust code may have its own copy of that runtime, which would
-// replace exported symbols.
+// A host with Rust code may have its own copy of that runtime, and the symbols
+// of that copy would replace exported ones.
 #pragma once
 
 #include <cstddef>
@@ -30,9 +30,9 @@ struct Outcome {
   std::string message;
 };
 
-/// An argument of a program, an input or an output: a contiguous tensor, or an
-/// integer. It crosses to Rust unchanged: crates/etkv-delegate/src/argument.rs has
-/// the same fields.
+/// An argument of a program (an input or an output): a contiguous tensor, or an
+/// integer. It is passed to Rust as it is: crates/etkv-delegate/src/argument.rs
+/// has the same fields.
 struct Argument {
   /// The elements of a tensor, row-major.
   const std::uint8_t* data = nullptr;
@@ -62,9 +62,9 @@ class Constants {
 class Host {
  public:
   virtual ~Host() = default;
-  /// Resizes output `i`, and returns the memory for its `n_bytes` bytes, which
-  /// stays valid for the run. Returns nullptr if the output cannot have the
-  /// shape; `refusal` then returns the reason.
+  /// Resizes output `i`, and returns the memory for its `n_bytes` bytes. The
+  /// memory stays valid for the run. Returns nullptr if the output cannot have
+  /// the shape; `refusal` then returns the reason.
   virtual std::uint8_t* place(
       std::size_t i,
       const std::int32_t* shape,
@@ -88,8 +88,8 @@ class Threads {
   virtual ~Threads() = default;
   /// Returns the maximum number of parts that run at the same time.
   virtual std::size_t count() const = 0;
-  /// Does each of `n_parts` parts once, in any order, and returns after the
-  /// last.
+  /// Does each of `n_parts` parts once, in any order. Returns when all are
+  /// done.
   virtual void run(std::size_t n_parts, const Task& task) const = 0;
 };
 
@@ -103,8 +103,8 @@ enum class Target {
 class Program {
  public:
   virtual ~Program() = default;
-  /// Decodes a payload, copies its constants and binds the cache. An empty
-  /// `cache_key`, `logits` or `passes` is an absent option.
+  /// Decodes a payload, copies its constants and binds the cache. If
+  /// `cache_key`, `logits` or `passes` is empty, that option is absent.
   virtual Outcome load(
       View<std::uint8_t> payload,
       Constants& constants,
@@ -136,9 +136,10 @@ class Interpreter {
 
 } // namespace etkv::interpreter
 
-/// Returns libetkv's interpreter, never null. It is a pointer, because a
-/// function with C linkage cannot return a reference. The number in the name is
-/// the version of the classes above: increase it with any change to them, so
-/// that libraries of two builds do not load together.
+/// Returns libetkv's interpreter, never null. The result is a pointer, because
+/// a function with C linkage cannot return a reference. The number in the
+/// function's name is the version of the classes above. Increase it with every
+/// change of these classes, so that libraries of two builds do not load
+/// together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
 etkv_private_interpreter_7();

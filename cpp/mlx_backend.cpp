@@ -6,7 +6,7 @@
 namespace etkv::executorch_backend {
 namespace {
 
-/// MLX has its own threads.
+/// One thread: MLX has its own threads.
 class OneThread final : public interpreter::Threads {
  public:
   std::size_t count() const override {
@@ -25,9 +25,9 @@ Backend backend("MLXBackend", interpreter::Target::mlx, one_thread);
 /// The delegate's own id: kEtkvBackend of etkv/backend_id.hpp.
 constexpr char kOwnId[] = "EtkvForMLX";
 
-/// Registers the backend when the library is loaded, without a call. The first
-/// backend to register an id keeps it, so another backend may have MLXBackend.
-/// The delegate always has its own id.
+/// Loading the library registers the backend; no call is needed. The first
+/// backend that registers an id keeps the id, so MLXBackend may be another
+/// backend. The delegate always has its own id too.
 [[maybe_unused]] const bool registered = [] {
   using ::executorch::runtime::Error;
   using ::executorch::runtime::register_backend;

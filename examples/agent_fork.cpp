@@ -267,8 +267,8 @@ class Fork {
         branch.ids);
   }
 
-  /// Returns whether a branch's sequence holds tokens: it does until it is
-  /// removed.
+  /// Returns whether the sequence of a branch holds tokens: true until the
+  /// sequence is removed.
   Result<bool> holds(const Decoding& branch) const {
     ASSIGN_OR_RETURN(const int32_t length, cache_.seq_len(branch.sequence));
     return length > 0;

@@ -1,6 +1,6 @@
-// etkv_batch: decodes several prompts together in one sequence cache, one
-// forward a step. Answers end at different times. The cells of an ended answer
-// are free for the others.
+// etkv_batch: decodes several prompts together in one sequence cache, with one
+// forward per step. Answers end at different times. The cells of an ended
+// answer are free for the others.
 
 #include <algorithm>
 #include <string>
@@ -76,8 +76,8 @@ class Together {
   }
 
  private:
-  /// Does the same with tokens that the device chooses. Each step starts before
-  /// the host reads the tokens of the previous step.
+  /// Does the same as answer(), but the device chooses the tokens. Each step
+  /// starts before the host reads the tokens of the previous step.
   Result<void> answer_on_device(std::vector<Decoding>& all) {
     Stopwatch watch;
     std::vector<Prompt> prompts;

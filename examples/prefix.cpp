@@ -1,6 +1,7 @@
 // etkv_prefix: a chat server's prefix cache. Every request is a whole
-// conversation. The answer goes on from the longest beginning that this process
-// has read before. With a store, an earlier process may have read it.
+// conversation. The answer continues from the longest beginning of the
+// conversation that this process has read before. With a store, an earlier
+// process may have read that beginning.
 
 #include <algorithm>
 #include <optional>
@@ -74,7 +75,7 @@ class Server {
     ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
     const double prefill_seconds = watch.lap();
     if (going && kept_.has_windows) {
-      // The next prompt may have other tokens for the answer.
+      // The next prompt may tokenize the answer differently.
       RETURN_IF_ERROR(keep(one.prompt));
     }
     while (going && !one.stop) {

@@ -60,7 +60,7 @@ seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.chunk > 0) {
     return std::nullopt;
   }
-  // The layer's window drops sinks that the sequence keeps.
+  // The layer's sinks and those of the sequence may differ.
   if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
     return std::nullopt;
   }
@@ -334,7 +334,7 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
     return {};
   }
   RETURN_IF_ERROR(check_answers(model, rollback.answers()));
-  // Compare with the same window as a property of the cache's layers.
+  // Reference decoding has the same window as a property of its cache's layers.
   auto layers = model.config().layers;
   for (auto& layer : layers) {
     const auto seen = seen_in(layer, window, sinks);

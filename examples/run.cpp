@@ -132,8 +132,8 @@ struct Inputs {
   std::vector<executorch::extension::TensorPtr> tensors;
 };
 
-/// Returns the inputs of the method, which point into `tensors`. Checks them,
-/// because ExecuTorch returns one code for every mismatch.
+/// Returns the inputs of the method; the inputs point into `tensors`. Checks
+/// the tensors, because ExecuTorch returns the same code for every mismatch.
 Result<Inputs> inputs_from(
     std::vector<FileTensor>& tensors,
     const MethodMeta& meta,

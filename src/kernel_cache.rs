@@ -115,8 +115,8 @@ fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }
 
-/// Links every complete kernel of `from` that `to` lacks. The last file of a kernel is the one that marks it as
-/// complete. Returns their number.
+/// Links every complete kernel of `from` that `to` lacks, and returns the number of linked kernels. The last file of a
+/// kernel marks the kernel as complete.
 fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     let mut n = 0;
     for entry in fs::read_dir(from)? {

@@ -85,9 +85,9 @@ impl Forwards {
         self.update_and(layer, positions, k, v, |spec| Ok(spec.clone()))
     }
 
-    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does. Passes the rows that the
-    /// layer's queries attend to on to `work`, and returns the result of `work`. If `work` fails, the forward is
-    /// rolled back, even in the last layer: a forward commits only if the host has all of its results.
+    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does. Calls `work` with the rows that
+    /// the layer's queries attend to, and returns the result of `work`. If `work` fails, the forward is rolled back,
+    /// even in the last layer: a forward commits only if the host has all of its results.
     ///
     /// # Errors
     /// Errors of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
@@ -143,7 +143,7 @@ pub trait KeyValueCache {
     /// Returns the maximum number of positions that the layer sees, if it has a window.
     fn max_size(&self) -> Option<i32>;
 
-    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values in the dtype of the new ones.
+    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values in the dtype of the new rows.
     /// Attention over them is causal: the last key belongs to the last query.
     ///
     /// # Errors

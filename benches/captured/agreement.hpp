@@ -58,8 +58,8 @@ inline size_t equal(
 }
 
 /// Returns the number of rows whose chosen id has a logit too far below the
-/// greatest one: by more than bfloat16 rounding explains in steps that sum in
-/// different orders.
+/// greatest one: further below than the rounding of bfloat16 explains in steps
+/// that sum in different orders.
 inline size_t not_greatest(
     const std::vector<float>& logits,
     const std::vector<int64_t>& chosen) {
@@ -115,13 +115,13 @@ class Agreement {
 
   /// Returns whether rounding explains the differences. In bfloat16, another
   /// order of summation in 16 layers changes logits by at most a twentieth of
-  /// the largest logit. With packed weights the limit is a ninth, because the
-  /// largest logits of repeating weights are small. The argmax is then the same
-  /// in 19 of 20 rows; in the other rows two logits are close. This check
-  /// detects wrong weights and masks, but not one wrong key among many. With
-  /// trained weights, differences in bfloat16 may be larger: for such tokens
-  /// torch's logits of SmolLM2-135M differ from those in float32 by 9, where
-  /// the largest is 36.
+  /// the largest logit, and with packed weights by at most a ninth, because the
+  /// largest logits of repeating weights are small. The argmax stays the same
+  /// in 19 of 20 rows; in the other rows two logits are close. The check allows
+  /// about twice these differences. It detects wrong weights and masks, but not
+  /// one wrong key among many. With trained weights, differences in bfloat16
+  /// may be larger: for such tokens torch's logits of SmolLM2-135M in bfloat16
+  /// differ from those in float32 by 9, where the largest logit is 36.
   bool is_rounding() const {
     return rows_ > 0 && apart_ < 0.2 * largest_ && 10 * same_ >= 9 * rows_;
   }

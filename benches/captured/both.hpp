@@ -96,7 +96,7 @@ class Both {
     }
   }
 
-  /// Does the same for a step that both sides may refuse. Returns whether the
+  /// Does the same, but both sides may refuse the step. Returns whether the
   /// step ran.
   bool try_run(const Counts& counts) {
     Batch batch;
@@ -116,8 +116,8 @@ class Both {
     return true;
   }
 
-  /// Runs this many tokens of the only sequence as text. For text a program
-  /// returns only the last row of logits.
+  /// Runs this many tokens of the only sequence as text. In a step of text, a
+  /// program returns only the last row of logits.
   void run_text(int n) {
     const int64_t begin = must(captured_.cache().seq_next(0));
     std::vector<int64_t> tokens;

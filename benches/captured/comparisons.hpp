@@ -20,8 +20,8 @@ bool compare_generated(
     const Log& log);
 
 /// Runs steps of several sequences that share cells, and steps of trees, both
-/// captured and in the interpreter. The caches have this format (empty for the
-/// program's dtype). Returns whether steps were captured and agree.
+/// captured and in the interpreter. The caches store rows in `format` (empty
+/// for the program's dtype). Returns whether steps were captured and agree.
 bool compare_shared(
     const char* model,
     const std::string& format,

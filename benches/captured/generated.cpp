@@ -15,7 +15,7 @@
 namespace etkv::benches {
 namespace {
 
-/// The capacity. It is so small that operations reach it.
+/// The capacity of the caches. It is so small that operations reach it.
 constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
 /// The number of sequences that operations use, and the maximum tokens of a

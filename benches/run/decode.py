@@ -37,7 +37,7 @@ def measure(bench: Bench) -> Topic:
     n_decode = bench.choose(quick=8, cpu=32, gpu=128)
     panels = []
     for model in bench.models:
-        # mlx-lm reads 15 tokens a second on a CPU.
+        # On a CPU mlx-lm prefills only 15 tokens per second.
         shortest = bench.device == "cpu" and model is not bench.models[0] and not bench.contexts
         results: dict[int, Results] = {}
         for context in contexts[:1] if shortest else contexts:

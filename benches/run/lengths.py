@@ -36,8 +36,8 @@ def measure(bench: Bench) -> Topic:
     cases = [(context, n) for context in contexts for n in sizes]
 
     def etkv() -> Figures:
-        # Other tools default to the format of the program's dtype; this tool has positional arguments, so the format
-        # must be given.
+        # Other tools use the format of the program's dtype by default. The arguments of this tool are positional, so
+        # the format must be given.
         kv_format = native_format(bench, model)
         (result,) = bench.tool("etkv_lengths", model.program, kv_format, longest, prompts, steps, "--json")
         return with_steps(result)
@@ -64,7 +64,7 @@ def native_format(bench: Bench, model: Model) -> str:
 
 
 def with_steps(result: Figures) -> Figures:
-    """Returns the figures. The times of each kind of step have a separate name. Adds the ratio of a round."""
+    """Returns the figures, with a separate name for the times of each kind of step. Adds the ratio of the round."""
     for one in result["steps"]:
         result[step_metric(one["context"], one["tokens"])] = one["ms"]
     pairs = zip(result["fresh_ms"], result["again_ms"], strict=True)

@@ -69,7 +69,7 @@ def number(figures: Figures, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times better a contestant is: the ratio of medians, and the range of the ratio over the rounds."""
+    """How many times better one contestant is than another: the ratio of medians, and its range over the rounds."""
 
     value: float
     least: float
@@ -115,7 +115,7 @@ class Model:
     program: Path
     weights: Path | None = None
     trained: bool = True
-    """If False, the model's texts are meaningless."""
+    """Whether the weights are trained. Without training, the model's texts are meaningless."""
 
     @property
     def config(self) -> Figures:
@@ -221,7 +221,7 @@ class Bench:
 
 
 def say(text: str) -> None:
-    """Shows what is running: on a terminal always in the same line, otherwise each time in a new line."""
+    """Shows what is running: on a terminal always in one line, otherwise in a new line for each text."""
     if sys.stderr.isatty():
         print(f"\r\033[K  {text}"[: max(os.get_terminal_size(2).columns - 1, 40)], end="", file=sys.stderr, flush=True)
     else:

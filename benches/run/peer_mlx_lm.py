@@ -252,7 +252,7 @@ def main() -> None:
     try:
         print(json.dumps(WORK[job["work"]](job)), flush=True)
     except Exception as error:
-        # One line, which the report shows as the reason.
+        # Print the error in one line, which the report shows as the reason.
         said = str(error).splitlines()
         raise SystemExit(f"mlx-lm: {type(error).__name__}: {said[0] if said else ''}") from None
     # With MLX on CUDA, a process that exits normally may abort after all its work.

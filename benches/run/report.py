@@ -15,7 +15,7 @@ FORMAT = 1
 NOT_RUN = "not run"
 
 REFERENCE = "as many"
-"""The prefix of the name of a reference series, which no contestant ran."""
+"""The prefix of the name of a reference series: a line for comparison, which no contestant ran."""
 
 
 @dataclass

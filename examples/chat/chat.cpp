@@ -49,10 +49,11 @@ Result<Answer> Chat::ask(const std::string& said) {
     return prompt.error();
   }
 
-  // A stored text replaces the text in the cache.
+  // Count the matching tokens first: a stored text replaces the text in the
+  // cache.
   const size_t matched = generator_.matched(*prompt);
   if (stored_ != nullptr) {
-    // If this fails, the model reads the prompt itself.
+    // If the load fails, the model reads the prompt itself.
     if (auto loaded = stored_->load(*cache_.of_session(), generator_, *prompt);
         !loaded.ok()) {
       say(loaded.error().message());

@@ -24,8 +24,8 @@ class Chat {
       Speculator* speculator = nullptr,
       StoredTexts* stored = nullptr);
 
-  /// Writes the model's answer to `said` as it is generated, then statistics.
-  /// After an error the conversation is as before.
+  /// Prints the model's answer to the message `said` while it is generated,
+  /// then statistics. After an error the conversation is as before.
   Result<Answer> ask(const std::string& said);
 
   /// Answers line after line until the person leaves.

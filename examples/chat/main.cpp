@@ -25,7 +25,7 @@ Result<int> talk(Chat chat, const Options& options) {
   return answer.stop == FinishReason::cancelled ? kInterrupted : 0;
 }
 
-/// Runs one token a step, on a cache of any kind.
+/// Runs one token per step, on a cache of any kind.
 template <typename Face>
 Result<int> run_on(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(

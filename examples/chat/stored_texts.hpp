@@ -31,8 +31,8 @@ class StoredTexts {
   Result<void> save(Cache& cache, const Generator& generator);
 
   /// Returns whether to store a prompt before it is answered. A stored text of
-  /// a model with windows can be continued only near its end, and the next
-  /// prompt may have other tokens for the answer.
+  /// a model with windows can be continued only from near its end, and the next
+  /// prompt may tokenize the answer differently.
   bool keeps_prompts() const {
     return has_windows_;
   }

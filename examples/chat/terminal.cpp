@@ -17,8 +17,8 @@ bool watched(FILE* stream) {
   return isatty(fileno(stream)) != 0;
 }
 
-/// Returns the counts of etkv.Reuse in Python, with its reason; an empty text
-/// if nothing matched.
+/// Returns as text the counts and the reason that etkv.Reuse has in Python;
+/// empty if nothing matched.
 std::string describe_reuse(const Answer& answer) {
   const auto cached = std::to_string(answer.reused_tokens);
   if (answer.matched_tokens > answer.reused_tokens) {

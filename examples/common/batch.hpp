@@ -80,7 +80,7 @@ struct Decoding {
 };
 
 /// Runs the ids at indices `held` to `end - 1`, in a sequence that holds the
-/// ids before `held`. Returns the logits of the last step; nullopt after
+/// ids before index `held`. Returns the logits of the last step; nullopt after
 /// Ctrl-C, or if there are no ids to run.
 Result<std::optional<LogitsView>> read_ids(
     Model& model,
@@ -95,8 +95,9 @@ Result<std::optional<LogitsView>> read_ids(
 /// the remaining length.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 
-/// Runs the prompt of `one` after its first `held` ids, which the sequence
-/// holds. Chooses the first id of the answer. Returns false after Ctrl-C.
+/// Runs the rest of the prompt of `one`. The sequence holds the first `held`
+/// ids of the prompt. Chooses the first id of the answer. Returns false after
+/// Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
 /// Runs the last id of each request, and chooses the next id of each. This

@@ -31,7 +31,8 @@ uint64_t memory_bytes();
 /// report them.
 uint64_t peak_memory_bytes();
 
-/// Returns MLX's present and peak bytes; zeros in a build without MLX.
+/// Returns the bytes that MLX holds now, and their peak; zeros in a build
+/// without MLX.
 etkv_mlx_memory mlx_memory();
 
 } // namespace etkv::examples

@@ -31,23 +31,24 @@ struct Answer {
   /// The ids that the model chose, including the eos token id.
   std::vector<int64_t> ids;
   FinishReason stop = FinishReason::length;
-  /// The number of tokens of the prompt from which the answer continued: they
-  /// did not run.
+  /// The number of prompt tokens that did not run, because the answer continued
+  /// from them in the cache.
   size_t reused_tokens = 0;
   /// The number of tokens that the prompt has in common with the text in the
-  /// cache, at least `reused_tokens`. The tokens after `reused_tokens` matched
-  /// and ran again, because the cache could not be rewound to all positions.
+  /// cache, at least `reused_tokens`. The matching tokens after the first
+  /// `reused_tokens` ran again, because the cache could not be rewound to every
+  /// position.
   size_t matched_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
-  /// The numbers of tokens after the first, and of the steps that computed
-  /// them.
+  /// The number of the answer's tokens after the first, and the number of steps
+  /// that computed these.
   int64_t decode_tokens = 0;
   int64_t decode_steps = 0;
   double decode_seconds = 0.0;
 };
 
-/// Refuses a prompt that is empty, or longer than this capacity.
+/// Refuses a prompt that is empty, or longer than `capacity`.
 Result<void> check_length(size_t prompt_tokens, int32_t capacity);
 
 /// Callbacks while an answer is generated.
@@ -65,7 +66,7 @@ class Stepper {
   virtual ~Stepper() = default;
 
   /// Called after each prefill chunk, with the position of the chunk's first
-  /// token. The program has the chunk's hidden states.
+  /// token. The program then still has the chunk's hidden states.
   virtual void read(int64_t /*position*/) {}
 
   /// Returns the first id of the answer, from the logits of the prompt's last
@@ -75,21 +76,22 @@ class Stepper {
   /// Runs a step after `text`. The cache holds all ids of `text` except the
   /// last.
   ///
-  /// @returns the next ids, 1 to `most`. Nothing follows an eos token id. The
-  /// cache then holds all ids except the last.
+  /// @returns the next ids, 1 to `most`. Nothing follows an eos token id. After
+  /// the call, the cache holds all ids except the last.
   virtual Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,
       size_t most) = 0;
 };
 
-/// Runs one token a step, and chooses the next token on the host.
+/// Runs one token per step, and chooses the next token on the host.
 class SamplingStepper : public Stepper {
  public:
   SamplingStepper(Program& program, Sampling sampling)
       : program_(program), sampling_(std::move(sampling)) {}
 
-  /// Begins an answer to `prompt`, which has all tokens of the text. Tokens at
-  /// or after index `start` count as repeated, as for an etkv::Generation.
+  /// Begins an answer to `prompt`, which has all tokens of the text. Only
+  /// tokens at or after index `start` are penalized as repeated, as in an
+  /// etkv::Generation.
   void begin(std::vector<int64_t> prompt, size_t start);
 
   Result<int64_t> first(const LogitsView& logits) override;
@@ -112,13 +114,14 @@ class SamplingStepper : public Stepper {
 /// Answers prompts. It remembers the ids that the cache holds. If a prompt
 /// begins with these ids, only the rest of the prompt runs.
 ///
-/// Tokens of an MLX program are chosen on the device, by an etkv::Generation.
-/// Other programs run step by step: CPU programs, programs with a cache in the
-/// graph, and any program with a stepper.
+/// An etkv::Generation chooses the tokens of an MLX program on the device.
+/// Other programs run step by step, and the host chooses: CPU programs,
+/// programs with a cache in the graph, and any program with a stepper.
 class Generator {
  public:
-  /// Borrows its arguments. They must outlive the generator. `eos_token_ids`
-  /// end an answer. A stepper chooses ids itself, and ignores `sampling`.
+  /// Borrows its arguments, so these must outlive the generator. Any of
+  /// `eos_token_ids` ends an answer. A stepper chooses ids itself, and ignores
+  /// `sampling`.
   Generator(
       Program& program,
       TextCache cache,
@@ -128,18 +131,19 @@ class Generator {
   Generator(const Generator&) = delete;
   Generator& operator=(const Generator&) = delete;
 
-  /// Answers `prompt`, the whole conversation including its first token.
+  /// Answers `prompt`: the ids of the whole conversation from its start,
+  /// including the tokenizer's first token (BOS).
   ///
   /// After an error or an interruption before the answer's first token, the
   /// cache is rewound to the ids that the prompt shares with the previous text,
-  /// or farther if it cannot be rewound to their end.
+  /// or to fewer ids if it cannot be rewound to the end of these.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Returns how many tokens of `prompt` the cache holds, without the last
-  /// token: it always runs, because its logits were not kept.
+  /// Returns how many tokens of `prompt` the cache holds. The last token does
+  /// not count: it always runs, because its logits were not kept.
   size_t matched(const std::vector<int64_t>& prompt) const;
 
   /// Removes the positions at or after `length`, and earlier positions if the

@@ -28,8 +28,8 @@ struct HiddenStateType {
   }
 };
 
-/// Returns the type of rows of a tensor with this dtype and width. Returns an
-/// error for an unsupported dtype.
+/// Returns the type of the rows of a tensor with this dtype and row width.
+/// Returns an error for an unsupported dtype.
 Result<HiddenStateType> hidden_state_type(
     executorch::aten::ScalarType element,
     int64_t width);

@@ -16,7 +16,7 @@ namespace etkv::examples {
 
 /// The options of a model and its cache.
 struct ModelOptions {
-  /// The program; by default the one that `make model` exports.
+  /// The program; by default the program that `make model` exports.
   std::optional<std::string> model;
   /// The tokenizer; by default tokenizer.json next to the model.
   std::optional<std::string> tokenizer;
@@ -71,7 +71,7 @@ class Model {
 
   /// Returns the ids of a conversation in the chat template, including the
   /// start of the model's next message. With `raw`, returns the ids of the
-  /// texts alone.
+  /// texts without the chat template.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 

@@ -140,8 +140,8 @@ Result<void> Program::read_signature() {
   return read_hidden_states();
 }
 
-/// Reads the type of the second output, and checks that a draft has the same
-/// input type.
+/// Reads the type of the second output, and checks that a draft reads hidden
+/// states of the same type.
 Result<void> Program::read_hidden_states() {
   if (tap_layers_.empty() && !draft_tap_) {
     return {};

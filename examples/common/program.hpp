@@ -55,12 +55,12 @@ class Program {
 
   /// Runs the model on `n` tokens at these positions, in its cache. The logits
   /// are valid until the next step. For a draft with hidden states as inputs,
-  /// use the next function.
+  /// use the other `step`.
   Result<LogitsView>
   step(const int64_t* tokens, const int64_t* positions, size_t n);
 
-  /// Runs a step of a draft with hidden states as inputs: `given` has a row for
-  /// each token.
+  /// Runs a step of a draft with hidden states as inputs. `given` has a row of
+  /// hidden states for each token.
   Result<LogitsView> step(
       const int64_t* tokens,
       const int64_t* positions,
@@ -83,10 +83,10 @@ class Program {
   Result<void> check_ids(const int64_t* tokens, size_t n) const;
 
   /// Returns the maximum tokens of a prompt in one step: the program's limit,
-  /// or fewer in two cases. If each token has a row of logits, steps are
-  /// shorter because rows are as wide as the vocabulary and are in memory
-  /// twice. For a draft with hidden states as inputs, steps are shorter because
-  /// its warm-up has only short steps.
+  /// or fewer in two cases. If the program returns a row of logits for each
+  /// token, steps are shorter, because a row is as wide as the vocabulary and
+  /// is in memory twice. For a draft with hidden states as inputs, steps are
+  /// shorter, because the warm-up of a draft has only short steps.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {
@@ -110,9 +110,9 @@ class Program {
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// Returns the type of a row of the hidden states that the program returns. A
-  /// draft has the same type as input. Returns nullopt if there are no hidden
-  /// states.
+  /// Returns the type of a row of the hidden states that the program returns.
+  /// The hidden states that a draft reads have the same type. Returns nullopt
+  /// if there are no hidden states.
   const std::optional<HiddenStateType>& hidden_state_type() const {
     return hidden_state_type_;
   }
@@ -153,8 +153,9 @@ class Program {
 using OnChunk =
     std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
 
-/// Runs `n` tokens, at least one, the first at `position`, in steps of at most
-/// `chunk` tokens. A `chunk` of 0 stands for the program's prefill_size().
+/// Runs `n` tokens in steps of at most `chunk` tokens. `n` is at least 1, and
+/// the first token is at `position`. A `chunk` of 0 stands for the program's
+/// prefill_size().
 ///
 /// @returns the logits of the last step; nullopt if `on_chunk` returned false.
 ///          Chunks that ran earlier stay in the cache, even after an error.

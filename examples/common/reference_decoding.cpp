@@ -15,7 +15,8 @@ namespace etkv::examples {
 namespace {
 
 /// The result of a comparison: the number of ids that reference decoding also
-/// chooses, and the number of ids whose logits trail only by rounding.
+/// chooses, and the number of ids whose logits are below the greatest only by
+/// rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
@@ -61,8 +62,8 @@ class ReferenceDecoder {
   }
 
  private:
-  /// Refuses an id if rounding does not explain how far its logit is below the
-  /// greatest one.
+  /// Refuses an id if its logit is farther below the greatest logit than
+  /// rounding explains.
   Result<void> check_tie(
       const Decoding& answer,
       size_t i,

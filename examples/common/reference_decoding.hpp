@@ -1,4 +1,4 @@
-// Reference decoding: greedy, one sequence on a contiguous cache, one token a
+// Reference decoding: greedy, one sequence on a contiguous cache, one token per
 // step. All other ways of decoding are compared with it.
 #pragma once
 
@@ -18,19 +18,19 @@ namespace etkv::examples {
 /// prints the result. Loads the program again, with another cache.
 ///
 /// The result of a float sum depends on the order of its terms. MLX may use
-/// another order for a step of several tokens than for a step of one, as with
-/// 4-bit weights. Then another logit can be the greatest. So an id that
-/// reference decoding does not choose is accepted if its logit is within
+/// different orders for a step of several tokens and for a step of one token,
+/// as with 4-bit weights. Then a different logit can be the greatest. So an id
+/// that reference decoding does not choose is accepted if its logit is within
 /// rounding_margin() of the greatest. Such ids are reported, and reference
 /// decoding goes on after them. A larger difference is an error that names the
-/// answer, the step, both ids and the margin. More such ids than allowed_ties()
-/// are an error too.
+/// answer, the step, both ids and the margin. It is also an error if there are
+/// more such ids than allowed_ties().
 ///
 /// An answer must end at an eos token id, at its limit of tokens, or because
-/// the cache is full. If all answers are of sequence 0, an answer of the last
-/// kind must have filled the cache. With several sequences this cannot be
-/// checked. An empty list of answers is an error. After Ctrl-C the comparison
-/// stops without a message.
+/// the cache is full. If all answers are of sequence 0, an answer that ends
+/// because the cache is full must have filled the cache. With several sequences
+/// this cannot be checked. An empty list of answers is an error. After Ctrl-C
+/// the comparison stops without a message.
 ///
 /// @param change  changes the config of the cache, for example to set a window.
 ///                The length of answers that end at capacity is then not
@@ -40,9 +40,10 @@ Result<void> check_answers(
     const std::vector<Decoding>& answers,
     const std::function<void(CacheConfig&)>& change = nullptr);
 
-/// Returns the maximum difference of two logits of a row such that rounding can
-/// change their order. The greatest logit of the row has this magnitude, the
-/// program computes in `dtype`, and keys and values are stored in `kv_format`.
+/// Returns the margin of rounding: if two logits of a row differ by at most
+/// this number, rounding can change their order. `magnitude` is the absolute
+/// value of the greatest logit of the row, the program computes in `dtype`, and
+/// keys and values are stored in `kv_format`.
 ///
 /// The margin is 4 units in the last place of the greatest logit; the largest
 /// measured difference is 2. If `kv_format` differs from `dtype`, a rounding

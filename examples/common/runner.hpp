@@ -29,7 +29,7 @@ struct RunnerOptions {
   int64_t max_tokens = 48;
   /// Whether to compare answers with reference decoding.
   bool check = false;
-  /// Whether to print the ids of answers too.
+  /// Whether to print the ids of answers in addition to their text.
   bool ids = false;
 
   const std::vector<std::string>& prompts_or(
@@ -57,9 +57,9 @@ class Runner {
     checks_.push_back(std::move(check));
   }
 
-  /// Reads the command line. Opens the model, runs `body` and closes the model;
-  /// `--repeat` is the number of times. Returns the exit status: 0, 1 after an
-  /// error, 2 for an invalid command line, 130 after Ctrl-C.
+  /// Reads the command line. Then opens the model, runs `body` and closes the
+  /// model, as many times as `--repeat` says. Returns the exit status: 0, 1
+  /// after an error, 2 for an invalid command line, 130 after Ctrl-C.
   int main(
       int argc,
       const char* const* argv,

@@ -1,6 +1,6 @@
-// The scheduler chooses the tokens of each step, while requests arrive and
-// others are answered. It stores only numbers, and uses the cache through two
-// functions.
+// The scheduler chooses the tokens of each step while some requests arrive and
+// others are answered. It stores only numbers, and accesses the cache through
+// two functions.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +53,7 @@ class Scheduler {
     std::vector<size_t> evicted;
     /// Active requests that were removed for others and wait again.
     std::vector<size_t> preempted;
-    /// A request that is alone and still does not fit.
+    /// A request that does not fit although no other request holds positions.
     std::optional<size_t> stuck;
   };
 

@@ -17,7 +17,7 @@ inline constexpr uint64_t kStoreBytes = uint64_t{4} << 30;
 struct StoredPrefixes {
   PrefixCache prefixes;
   std::string fingerprint;
-  /// Whether a stored text can only be continued near its end.
+  /// Whether a stored text can be continued only from near its end.
   bool has_windows = false;
 };
 

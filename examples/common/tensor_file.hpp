@@ -1,8 +1,8 @@
 // Files of tensors, in the format of ExecuTorch's tests of MLX operations.
 //
-//   u32 number of tensors, then for each
-//     u32 dtype: 0 f32, 1 f16, 2 i32, 3 i64, 4 bf16, 5 bool, 6 u8 u32 rank i32
-//     size of each dimension the elements, row-major
+// A file begins with the number of tensors (u32). Each tensor has its dtype
+// (u32: 0 f32, 1 f16, 2 i32, 3 i64, 4 bf16, 5 bool, 6 u8), its rank (u32), the
+// size of each dimension (i32), and its elements, row-major.
 //
 // Everything is little endian. A number is a tensor of rank 0.
 #pragma once

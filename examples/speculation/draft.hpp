@@ -27,9 +27,9 @@ class Draft {
   virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
 
   /// Called with the target's hidden states, if the target returns any: a row
-  /// for each position of a prompt or of accepted ids. The number is the
-  /// position of the first row. The rows replace earlier rows of this and later
-  /// positions.
+  /// for each position of a prompt or of accepted ids. The first argument is
+  /// the position of the first row. These rows replace the rows that were
+  /// reported before for this position and later ones.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
   /// Returns the best width of trees, if it is known for this draft. Otherwise
@@ -38,7 +38,8 @@ class Draft {
     return std::nullopt;
   }
 
-  /// Returns the estimated seconds of a tree of this shape.
+  /// Returns the estimated seconds that the draft needs for a tree of this
+  /// shape.
   virtual double seconds(int64_t depth, int64_t width) const = 0;
 };
 

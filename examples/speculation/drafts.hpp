@@ -8,8 +8,8 @@
 
 namespace etkv::examples {
 
-/// Opens the program at `path`: an independent model, or a draft that is fed
-/// with the target's hidden states. Messages of errors, now and later, begin
+/// Opens the program at `path`: an independent model, or a draft that reads the
+/// target's hidden states. Error messages of this call and of the draft begin
 /// with "the draft".
 Result<std::unique_ptr<Draft>> open_draft(
     const std::string& path,

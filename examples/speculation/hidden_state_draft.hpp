@@ -1,4 +1,4 @@
-// Draft tokens from the model's last layers. These are fed with the hidden
+// Draft tokens from the model's last layers. These layers read the hidden
 // states of the layer below them.
 #pragma once
 
@@ -63,7 +63,7 @@ class HiddenStateDraft : public ProgramDraft {
   /// The target's rows, one for each position of the text, beginning with the
   /// first.
   std::vector<std::byte> hidden_states_;
-  /// The number of leading ids in the cache that ran with these rows.
+  /// The number of leading ids in the cache that ran with rows of the target.
   size_t known_ = 0;
   /// The hidden states that the draft returned for the nodes of the tree, the
   /// root first.

@@ -7,11 +7,11 @@
 namespace etkv::examples {
 
 /// Running means of seconds, interpolated linearly between measured numbers of
-/// tokens, and extrapolated after the largest.
+/// tokens, and extrapolated beyond the largest.
 ///
-/// The first forward of a number of tokens also creates kernels and buffers.
-/// The next few may be slow too, as at the start of a process. So only the
-/// shortest of the first few forwards counts.
+/// The first forward with a given number of tokens also creates kernels and
+/// buffers. The next few forwards may be slow too, as at the start of a
+/// process. So only the shortest of the first few forwards counts.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);

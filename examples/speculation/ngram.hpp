@@ -15,8 +15,8 @@ class NgramDraft : public Draft {
   /// Needs no second model and no random numbers: the choice is deterministic.
   ///
   /// Every earlier occurrence of the last ids proposes the ids after it. Longer
-  /// matches have more weight, and of equal matches the later ones. Each level
-  /// has the candidates with the most weight.
+  /// matches have more weight. Among matches of equal length, later ones have
+  /// more weight. Each level has the candidates with the most weight.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -36,7 +36,7 @@ class NgramDraft : public Draft {
     return 0.0;
   }
 
-  /// The tree itself.
+  /// Returns the tree that propose() returns.
   static TokenTree grow(
       const std::vector<int64_t>& text,
       const TreeShape& shape);

@@ -69,7 +69,7 @@ std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
 }
 
 /// Replaces the likeliest ids of each leaf by drawn ids. The number of ids
-/// stays, so that it does not depend on the draw.
+/// stays the same, so that it does not depend on which ids are drawn.
 std::vector<Child> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Child>& chosen,
@@ -278,7 +278,7 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
 }
 
 /// Runs the last `n` nodes of a tree as one frontier. In the cache the root is
-/// part of the text, so the numbers of nodes are one less.
+/// part of the text, so a node's number there is one less than in the tree.
 Result<LogitsView> ProgramDraft::run_level(const TokenTree& tree, size_t n) {
   const auto first = static_cast<std::ptrdiff_t>(tree.size() - n);
   std::vector<int32_t> parents;

@@ -67,7 +67,7 @@ class ProgramDraft : public Draft {
   virtual Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) = 0;
 
-  /// Runs the nodes of a tree, starting at node `first`. They are already
+  /// Runs the nodes of a tree, starting at node `first`. The nodes are already
   /// proposed to the cache. `positions` has the positions of all nodes.
   virtual Result<LogitsView> run_nodes(
       const TokenTree& tree,
@@ -100,7 +100,7 @@ class ProgramDraft : public Draft {
   /// because it is part of the text, nor is the last level, because it never
   /// runs.
   std::vector<int64_t> run_;
-  /// The seconds of a forward, by its tokens.
+  /// The seconds of a forward, by its number of tokens.
   LatencyModel latency_;
   /// The seconds in which the host chooses candidates, by the number of parent
   /// nodes; and the seconds of a greedy choice for a chain.

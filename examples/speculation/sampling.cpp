@@ -104,8 +104,8 @@ bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
     return true;
   }
   if (q.empty()) {
-    // If no other id has a probability, the refusal is a rounding error: keep
-    // the id.
+    // If all other ids have probability 0, the rejection is a rounding error:
+    // keep the id.
     const float before = p[at];
     if (!remove(p, id)) {
       p[at] = before;

@@ -86,7 +86,8 @@ struct VerificationResult {
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
-/// Does the same for greedy verification, from the argmax after each node.
+/// Does the same for greedy verification. Instead of logits it takes the argmax
+/// after each node.
 Result<VerificationResult> verify(
     const TokenTree& tree,
     const std::vector<int64_t>& chosen);

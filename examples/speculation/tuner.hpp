@@ -56,8 +56,8 @@ class Tuner {
       tried = fade * tried + 1.0;
       accepted = fade * accepted + (is_accepted ? 1.0 : 0.0);
     }
-    /// Returns the share that was accepted. `assumed` counts as `many`
-    /// observations.
+    /// Returns the share that was accepted. The share `assumed` counts as
+    /// `many` observations.
     double share(double assumed, double many) const {
       return (accepted + many * assumed) / (tried + many);
     }

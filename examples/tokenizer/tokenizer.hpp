@@ -98,7 +98,8 @@ class Tokenizer {
   /// or else none.
   std::vector<int64_t> eos_token_ids() const;
 
-  /// Returns a detokenizer for one answer, which may outlive the tokenizer.
+  /// Returns a detokenizer for one answer. The detokenizer may outlive the
+  /// tokenizer.
   Detokenizer detokenizer(bool skip_special_tokens = true) const;
 
  private:

@@ -4,7 +4,7 @@
 // ExecuTorch's registry holds one backend for each id, the first one.
 // ExecuTorch's macOS packages bring their own MLXBackend. So etkv's delegate
 // also has an id that no other backend uses. open_module writes that id into a
-// program while it reads it.
+// program while it reads the program.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@
 
 namespace etkv {
 
-/// The backend id in programs for MLX, and of sessions for them.
+/// The backend id in programs for MLX, and in sessions for these programs.
 inline constexpr char kMLXBackend[] = "MLXBackend";
 
 /// The backend id of sessions for CPU programs.
@@ -41,8 +41,8 @@ inline constexpr char kEtkvBackend[] = "EtkvForMLX";
 static_assert(sizeof(kEtkvBackend) == sizeof(kMLXBackend));
 
 /// Returns the id under which this process runs programs on etkv's delegate:
-/// kMLXBackend, or kEtkvBackend where another backend is registered as
-/// MLXBackend. Returns nullptr where the delegate is not loaded.
+/// kMLXBackend, or kEtkvBackend if another backend is registered as
+/// MLXBackend. Returns nullptr if the delegate is not loaded.
 inline const char* delegate_backend_id() {
   namespace runtime = ::executorch::runtime;
   const auto* own = runtime::get_backend_class(kEtkvBackend);

@@ -18,21 +18,21 @@
 extern "C" {
 #endif
 
-/** A handle on a cache of any kind. */
+/** A handle to a cache of any kind. */
 typedef struct etkv_cache etkv_cache;
 
 /**
  * Makes a cache that is not in the registry. Programs find it by a key only
  * after etkv_registry_install(). Most callers want etkv_session_new() instead.
  *
- * @param backend_id  the backend that uses the cache: "MLXBackend".
+ * @param backend_id  the backend that uses the cache, such as "MLXBackend".
  * @param kind        a name that etkv_kinds() reports for that backend.
  * @param config      the layers, the capacity and the storage; copied.
- * @param cache       receives a handle, which the caller frees with
+ * @param cache       receives a handle. The caller frees the handle with
  *                    etkv_cache_free().
  *
  * ETKV_ERROR_KIND for an unknown kind, ETKV_ERROR_INVALID_ARGUMENT for a config
- * that the cache cannot have.
+ * that is not valid.
  */
 ETKV_API etkv_status etkv_cache_new(
     const char* backend_id,
@@ -45,8 +45,8 @@ ETKV_API etkv_status etkv_cache_new(
 ETKV_API void etkv_cache_free(etkv_cache* cache);
 
 /**
- * Returns another handle on the same cache, which its owner frees. Returns NULL
- * if `cache` is no live handle.
+ * Returns another handle to the same cache. The caller frees the new handle
+ * with etkv_cache_free(). Returns NULL if `cache` is no live handle.
  */
 ETKV_API etkv_cache* etkv_cache_share(const etkv_cache* cache);
 
@@ -60,8 +60,8 @@ ETKV_API etkv_status etkv_cache_can_extend(
 /**
  * Returns the maximum number of positions in the cache, at least 1. Returns 0
  * if `cache` is no live handle. The capacity, the number of layers, the maximum
- * tokens of a step and the kind are facts: these calls wait neither for a step
- * nor for another call on the cache.
+ * tokens of a step and the kind are facts: the functions that return them wait
+ * neither for a step nor for another call on the cache.
  */
 ETKV_API int32_t etkv_cache_capacity(const etkv_cache* cache);
 
@@ -109,8 +109,8 @@ ETKV_API etkv_status etkv_cache_formats(
 
 /**
  * Converts the stored rows to other formats, and stores later rows in these
- * formats until the cache is cleared. It converts the keys or values of one
- * layer at a time, and needs additional memory for these.
+ * formats until the cache is cleared. The keys or the values of one layer are
+ * converted at a time, so the call needs additional memory for these only.
  *
  * @param k_format  the name of a format of etkv/config.h, for keys.
  * @param v_format  the same for values.
@@ -142,10 +142,10 @@ etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
  * Removes the positions at or after `length`, in a cache that holds one
  * sequence. `length` is from 0 to the sequence's next position.
  *
- * ETKV_ERROR_POSITION for another length, and if layers with windows have
- * dropped positions that the shorter sequence needs; the message names the
- * smallest length. ETKV_ERROR_INVALID_ARGUMENT if the cache holds several
- * sequences. ETKV_ERROR_STEP while a step is open.
+ * ETKV_ERROR_POSITION for a length outside this range, and if layers with
+ * windows have dropped positions that the shorter sequence needs; the message
+ * names the smallest length. ETKV_ERROR_INVALID_ARGUMENT if the cache holds
+ * several sequences. ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
@@ -185,12 +185,12 @@ ETKV_API etkv_status etkv_cache_reachable(
  *
  * @param position  in a cache with recurrent layers, the checkpoint lies at the
  *                  greatest multiple of 64 that is not above it.
- * @param marked    receives the position of the checkpoint; 0 if the cache
- *                  makes none. A sequence can always be rewound to 0.
+ * @param marked    receives the position of the checkpoint, or 0 if the cache
+ *                  makes no checkpoint. A sequence can always be rewound to 0.
  *
  * If the cache has the maximum number of checkpoints, a new one replaces the
- * least useful one: it saves few tokens and was not used for long. A checkpoint
- * is dropped when the text before it is removed.
+ * least useful one: a checkpoint that saves few tokens and has been unused for
+ * a long time. A checkpoint is dropped when the text before it is removed.
  *
  * ETKV_ERROR_POSITION if `position` is negative, or can no longer be reached.
  * ETKV_ERROR_INVALID_ARGUMENT if the cache holds several sequences.
@@ -205,10 +205,11 @@ ETKV_API etkv_status etkv_cache_mark(
     etkv_error** error);
 
 /**
- * Marks where the prompt of a chat turn begins, at the current length, and where
- * it will end. Call it before the prompt runs: later requests of the chat can
- * then continue from there, whatever the answer was, and if they change the
- * first message of this prompt. Does nothing for a model without recurrent
+ * Makes checkpoints where the prompt of a chat turn begins, which is the
+ * current length, and where it will end. Call it before the prompt runs. Later
+ * requests of the chat can then continue from the end of the prompt, whatever
+ * the answer was. Requests that change the first message of this prompt can
+ * continue from its beginning. Does nothing for a model without recurrent
  * layers.
  *
  * @param end  the length of the sequence after the prompt.
@@ -221,10 +222,10 @@ etkv_cache_mark_turn(etkv_cache* cache, int32_t end, etkv_error** error);
 
 /**
  * Rewinds the only sequence to the greatest length, at most `length`, that
- * etkv_cache_rewind() accepts. Call it before a text whose first `length`
- * tokens are in the cache. If the sequence becomes shorter than `length`,
- * `length` is also marked. The next text that differs after `length` tokens
- * then runs fewer tokens again.
+ * etkv_cache_rewind() accepts. Call it before you run a text whose first
+ * `length` tokens are in the cache. If the sequence becomes shorter than
+ * `length`, the call also marks `length`, as etkv_cache_mark() does. A later
+ * text that has the same first `length` tokens then runs fewer of them again.
  *
  * @param reached  receives the length of the sequence.
  *

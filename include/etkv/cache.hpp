@@ -22,15 +22,15 @@ struct Formats {
   std::string v;
 };
 
-/// The face that every cache has: admission, length, rollback, memory. It owns
-/// a handle on a shared cache.
+/// The face that every cache has: admission, length, rollback, memory. The face
+/// owns a handle to a shared cache.
 ///
 /// Facts are returned directly: they were fixed when the cache was made. All
 /// other calls return a Result. A moved-from face has no cache: its facts are
 /// zero or empty, and its other calls return ETKV_ERROR_INVALID_ARGUMENT.
 class Cache {
  public:
-  /// The kind of cache that a session of this face makes.
+  /// The kind of cache that a session with this face makes.
   static constexpr const char* kKind = "contiguous";
 
   /// Takes ownership of a handle of the C interface.
@@ -79,8 +79,8 @@ class Cache {
       return Formats{k, v};
     });
   }
-  /// Converts stored and later rows to other formats, until the cache is
-  /// cleared; see etkv_cache_convert.
+  /// Converts the stored rows to other formats, and stores later rows in these
+  /// formats until the cache is cleared; see etkv_cache_convert.
   Result<void> convert(
       const std::string& k_format,
       const std::string& v_format) {
@@ -107,8 +107,8 @@ class Cache {
     return detail::ask<int32_t>(etkv_cache_reachable, raw(), position);
   }
   /// Makes a checkpoint of the only sequence at `position`, at once or when a
-  /// step reaches it, and returns its position: 0 if the cache makes none. See
-  /// etkv_cache_mark.
+  /// step reaches it, and returns the position of the checkpoint, or 0 if the
+  /// cache makes none. See etkv_cache_mark.
   Result<int32_t> mark(int32_t position) {
     return detail::ask<int32_t>(etkv_cache_mark, raw(), position);
   }
@@ -117,7 +117,7 @@ class Cache {
     return detail::run(etkv_cache_mark_turn, raw(), end);
   }
   /// Rewinds to the greatest length, at most `length`, that rewind() accepts,
-  /// and returns it; see etkv_cache_rewind_to_reachable.
+  /// and returns this length; see etkv_cache_rewind_to_reachable.
   Result<int32_t> rewind_to_reachable(int32_t length) {
     return detail::ask<int32_t>(etkv_cache_rewind_to_reachable, raw(), length);
   }
@@ -127,12 +127,12 @@ class Cache {
         n_layers(), n_recurrent_layers(), etkv_cache_memory, raw());
   }
 
-  /// Returns another face on the same cache, for another owner.
+  /// Returns another face of the same cache, for another owner.
   Cache share() const {
     return Cache(etkv_cache_share(raw()));
   }
 
-  /// Returns the handle of the C interface. This object keeps its ownership.
+  /// Returns the handle of the C interface. This object still owns the handle.
   etkv_cache* raw() const {
     return handle_.get();
   }

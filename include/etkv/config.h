@@ -31,7 +31,7 @@ extern "C" {
  *   "nvfp4"
  *       NVIDIA's block float: a scale for every 16 elements
  *   "row-int4", "row-fp4"
- *       4 bits an element and one scale a row
+ *       4 bits per element and one scale per row
  *
  * A row is one position of one KV head. Its head_dim is a multiple of the
  * format's group, and a multiple of 8 for formats with one scale a row.
@@ -59,8 +59,8 @@ enum {
 };
 
 /**
- * The rows that one attention layer stores. The program's architecture gives
- * these numbers.
+ * The sizes of the rows that one attention layer stores. The architecture of
+ * the model determines these numbers.
  */
 typedef struct etkv_layer_config {
   size_t struct_size;
@@ -68,11 +68,12 @@ typedef struct etkv_layer_config {
   int32_t n_kv_heads;
   /** The number of elements of one key, at least 1. */
   int32_t k_head_dim;
-  /** The number of elements of one value; 0 for the size of a key. */
+  /** The number of elements of one value; 0 means as many as a key has. */
   int32_t v_head_dim;
   /**
-   * The number of positions that a query sees, including its own; 0 for full
-   * history. A layer with a window keeps only a few positions more.
+   * The number of positions that a query sees, including its own; 0 means full
+   * history. A layer with a window keeps only these positions and about
+   * `max_step_tokens` more.
    */
   int32_t window;
   /**
@@ -88,15 +89,15 @@ typedef struct etkv_layer_config {
   /**
    * 1 if a value is the first `v_head_dim` elements of its key, as with latent
    * attention; otherwise 0. The layer then stores keys alone, in `k_format`,
-   * and values that are passed to it are not read. In the first step after a
-   * program is loaded they are compared with the keys: a step with other values
-   * is refused with ETKV_ERROR_SHAPE.
+   * and ignores the values that a step passes. Only the first step after a
+   * program is loaded compares the passed values with the keys, and is refused
+   * with ETKV_ERROR_SHAPE if they differ.
    */
   int32_t values_in_keys;
   /**
    * The number of positions of a chunk; 0 for a layer without chunks. A query
-   * sees its own position and the earlier ones of its chunk; chunks begin at
-   * multiples of this number. Such a layer has no window.
+   * sees its own position and the earlier positions of its chunk. Chunks begin
+   * at multiples of this number. Such a layer has no window.
    */
   int32_t chunk;
 } etkv_layer_config;
@@ -111,18 +112,18 @@ enum {
 };
 
 /**
- * The sizes of one recurrent layer. The program's architecture gives these
- * numbers; the sizes of the other kind are 0. A recurrent layer stores float32,
- * whatever the formats of keys and values.
+ * The sizes of one recurrent layer. The architecture of the model determines
+ * these numbers. Fields of the other kind of layer are 0. A recurrent layer
+ * stores float32 numbers, whatever the formats of keys and values are.
  */
 typedef struct etkv_recurrent_layer_config {
   size_t struct_size;
   etkv_recurrent_kind kind;
-  /** Convolution: the number of elements of a column, at least 1. */
+  /** Convolution: the number of channels, at least 1. */
   int32_t channels;
   /**
-   * Convolution: the number of positions that a query reads, including its own;
-   * 1 to 64.
+   * Convolution: the number of positions that each output reads, including its
+   * own; 1 to 64.
    */
   int32_t width;
   /** Recurrence: the number of heads of queries and keys, at least 1. */
@@ -143,12 +144,12 @@ typedef struct etkv_recurrent_layer_config {
   int32_t channel_decay;
 } etkv_recurrent_layer_config;
 
-/** The `checkpoints` of a cache that makes none. */
+/** The value of `checkpoints` for a cache that makes no checkpoints. */
 #define ETKV_NO_CHECKPOINTS (-1)
 
 /**
- * How buffers grow as positions arrive. They never exceed the size of the
- * capacity.
+ * How buffers grow as positions arrive. They never have more slots than the
+ * capacity needs.
  */
 typedef int32_t etkv_growth;
 enum {
@@ -187,7 +188,7 @@ typedef struct etkv_cache_config {
   const char* v_format;
   /**
    * Format of keys and values before `quantized_kv_start`: a float format. NULL
-   * as for `k_format`.
+   * has the same meaning as for `k_format`.
    */
   const char* float_format;
   /**
@@ -197,13 +198,13 @@ typedef struct etkv_cache_config {
   /**
    * The maximum tokens of one step if layers have windows or
    * `quantized_kv_start` is set. Layers with windows keep that many additional
-   * slots, so that a step can be rolled back. 0 for 512.
+   * slots, so that a step can be rolled back. 0 means 512.
    */
   int32_t max_step_tokens;
   etkv_growth growth;
   /**
    * The number of slots by which buffers grow, for ETKV_GROWTH_DOUBLING and
-   * ETKV_GROWTH_STEP: 0 for 256. Must be 0 for other growths.
+   * ETKV_GROWTH_STEP. 0 means 256. Must be 0 for other growths.
    */
   int32_t min_chunk;
   /**
@@ -222,15 +223,15 @@ typedef struct etkv_cache_config {
   size_t n_recurrent_layers;
   /**
    * The number of states that a sequence keeps in each recurrence, 1 to 64; 0
-   * for 2. They lie at multiples of 64 positions. Each state after the first
-   * lets the sequence be rewound by 64 more positions. No effect without
-   * recurrent layers.
+   * means 2. The states are those at multiples of 64 positions. Each state
+   * after the first lets the sequence be rewound by 64 more positions. No
+   * effect without recurrent layers.
    */
   int32_t anchors;
   /**
    * The maximum number of checkpoints of etkv_cache_mark() in the cache, 1 to
-   * 256; 0 for 32, and ETKV_NO_CHECKPOINTS for none. Each keeps the states of
-   * one position.
+   * 256. 0 means 32, and ETKV_NO_CHECKPOINTS means none. Each checkpoint keeps
+   * the states of one position.
    */
   int32_t checkpoints;
 } etkv_cache_config;

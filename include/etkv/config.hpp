@@ -21,7 +21,8 @@ enum class Dtype : etkv_dtype {
   bf16 = ETKV_DTYPE_BF16,
 };
 
-/// The rows that one attention layer stores; see etkv_layer_config.
+/// The sizes of the rows that one attention layer stores; see
+/// etkv_layer_config.
 struct LayerConfig {
   int32_t n_kv_heads = 0;
   int32_t k_head_dim = 0;
@@ -39,8 +40,8 @@ enum class RecurrentKind : etkv_recurrent_kind {
   recurrence = ETKV_RECURRENT_RECURRENCE,
 };
 
-/// The sizes of one recurrent layer; see etkv_recurrent_layer_config. The sizes
-/// of the other kind are 0.
+/// The sizes of one recurrent layer; see etkv_recurrent_layer_config. Fields of
+/// the other kind of layer are 0.
 struct RecurrentLayerConfig {
   RecurrentKind kind = RecurrentKind::convolution;
   int32_t channels = 0;
@@ -51,7 +52,7 @@ struct RecurrentLayerConfig {
   int32_t v_dim = 0;
   bool channel_decay = false;
 
-  /// Returns a causal depthwise convolution, whose queries read `width`
+  /// Returns a causal depthwise convolution. Each of its outputs reads `width`
   /// positions.
   static RecurrentLayerConfig convolution(int32_t channels, int32_t width) {
     return {RecurrentKind::convolution, channels, width};
@@ -76,7 +77,7 @@ struct RecurrentLayerConfig {
   }
 };
 
-/// The `checkpoints` of a cache that makes none.
+/// The value of `checkpoints` for a cache that makes no checkpoints.
 inline constexpr int32_t kNoCheckpoints = ETKV_NO_CHECKPOINTS;
 
 /// How buffers grow; see etkv_growth.
@@ -105,7 +106,8 @@ struct CacheConfig {
 };
 
 namespace detail {
-/// The config as the C struct. It points into `config`, which must outlive it.
+/// The config as the C struct. The struct points into `config`, which must
+/// outlive this object.
 class RawConfig {
  public:
   explicit RawConfig(const CacheConfig& config) {
@@ -183,8 +185,8 @@ inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
       length);
 }
 
-/// Returns the same for the kinds "seq" and "tree" while they hold one
-/// sequence.
+/// Returns the same for caches of the kinds "seq" and "tree" while they hold
+/// one sequence.
 inline Result<Memory> estimate_shared(
     const CacheConfig& config,
     int32_t length) {

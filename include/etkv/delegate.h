@@ -16,17 +16,18 @@ extern "C" {
 #endif
 
 /**
- * Sets the options with which the calling thread loads later programs. Use it
- * in a host that cannot pass backend options, such as ExecuTorch's Python
- * runtime. Options that ExecuTorch passes take precedence.
+ * Sets load options for the programs that the calling thread loads from now on.
+ * Use it in a host that cannot pass backend options, such as ExecuTorch's
+ * Python runtime. Options that ExecuTorch passes take precedence.
  *
  * @param cache_key  the key of a session or of a registry entry; NULL for none.
  * @param logits     the rows of logits that the program returns: "all", "last",
  *                   or, on the MLX delegate only, "proposed". NULL for "all".
- * @param passes     the passes over the program when it is loaded: "default"
- *                   makes it faster on its device; "interpreted" does the same
- *                   but captures no step as a CUDA graph; "none" runs only the
- *                   passes that the other options need. NULL for "default".
+ * @param passes     the passes that change the program when it is loaded:
+ *                   "default" makes it faster on its device; "interpreted" does
+ *                   the same but captures no step as a CUDA graph; "none" runs
+ *                   only the passes that the other options need. NULL for
+ *                   "default".
  * @param buffers    a name for the buffers that the program keeps between its
  *                   calls, such as a cache in its graph; NULL for none. See
  *                   etkv_delegate_reset_buffers().
@@ -39,8 +40,8 @@ ETKV_API etkv_status etkv_delegate_set_load_options(
     etkv_error** error);
 
 /**
- * Resets the buffers of all programs that were loaded with this name to zeros,
- * as they were at load. The next call of each program starts afresh.
+ * Sets the buffers of all programs that were loaded with this name to zeros,
+ * their values after loading. The next call of each program starts afresh.
  *
  * ETKV_ERROR_INVALID_ARGUMENT: no loaded program keeps buffers under the name.
  */
@@ -67,9 +68,9 @@ ETKV_API etkv_error* etkv_delegate_take_error(void);
 
 /**
  * Rolls back the unfinished step that the calling thread began in a CPU
- * program, after an operator of ExecuTorch failed in the middle of it. A host
- * that runs programs itself calls it after each failed execution; execute() of
- * executorch.hpp does so. Does nothing if no such step is open.
+ * program, after an operator of ExecuTorch failed in the middle of the step. A
+ * host that runs programs itself calls it after each failed execution;
+ * execute() of executorch.hpp does so. Does nothing if no such step is open.
  */
 ETKV_API void etkv_delegate_abort_forward(void);
 

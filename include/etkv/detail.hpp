@@ -39,7 +39,7 @@ class Handle {
 };
 
 /// Calls a C function, and returns its error as a Result. The function's last
-/// parameter is the error, which `arguments` lacks.
+/// parameter receives the error. `arguments` are the other parameters.
 template <typename Function, typename... Arguments>
 Result<void> run(Function function, Arguments... arguments) {
   etkv_error* error = nullptr;

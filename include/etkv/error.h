@@ -25,16 +25,16 @@ enum {
   /** The step or the sequence does not fit in the cache's capacity. */
   ETKV_ERROR_CAPACITY = 2,
   /**
-   * A position is negative, leaves a gap, or does not follow the one before it
-   * in its step.
+   * A position is negative, leaves a gap, or does not follow the previous
+   * position of its step.
    */
   ETKV_ERROR_POSITION = 3,
   /**
    * The registry has no cache under the key, or the program was loaded without
-   * one.
+   * a cache.
    */
   ETKV_ERROR_NO_CACHE = 4,
-  /** The kind is unknown, or caches of this kind cannot do this. */
+  /** The kind is unknown, or caches of this kind do not support the call. */
   ETKV_ERROR_KIND = 5,
   /** A tensor's shape does not match the cache or the program. */
   ETKV_ERROR_SHAPE = 6,
@@ -79,8 +79,8 @@ ETKV_API etkv_status etkv_error_status(const etkv_error* error);
 
 /**
  * Returns the message of `error`, never NULL. The string lives until the error
- * is freed. The message is "" if `error` is NULL, and says so if it is no live
- * handle.
+ * is freed. The message is "" if `error` is NULL. It says so if `error` is no
+ * live handle.
  */
 ETKV_API const char* etkv_error_message(const etkv_error* error);
 

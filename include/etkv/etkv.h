@@ -8,23 +8,23 @@
  *   Names     etkv_<type>_<verb>. `_new` makes a handle, and `_free` frees it.
  *             Freeing NULL does nothing.
  *   Results   A function that can fail returns an etkv_status. Its last
- *             parameter is `etkv_error** error`. On failure it stores an error
- *             object there, which the caller frees; pass NULL to ignore it. It
- *             changes nothing else: out-parameters are written on success
- *             only, and the object stays as it was. The comment of a function
- *             names exceptions.
+ *             parameter is `etkv_error** error`. On failure the function stores
+ *             an error object there, and the caller frees that object. Pass
+ *             NULL to ignore errors. A failed call changes nothing else: it
+ *             writes no other out-parameter, and the object that it was called
+ *             on stays as it was. The comment of a function names exceptions.
  *   Facts     A fact is fixed when the object is made, such as the capacity.
  *             The functions that return facts, and those that return another
- *             handle on the same object, have no status. For NULL, for a freed
+ *             handle to the same object, have no status. For NULL, for a freed
  *             handle and for a handle of another type they return the value
  *             that their comment names, 0 or NULL. A function that returns a
  *             value that can change, such as the length, has a status, because
  *             the cache may be poisoned.
- *   Structs   begin with `struct_size`. The caller sets it to the size that
- *             it was compiled with. Structs only grow, at the end. The library
- *             accepts a struct of its own version or a newer one, and refuses
- *             a smaller one. A field that is zero has its default, so set a
- *             struct to zero first.
+ *   Structs   begin with `struct_size`. The caller sets it to the `sizeof` of
+ *             the struct. Structs only grow, at the end. The library accepts a
+ *             struct of its own version or a newer one, and refuses a smaller
+ *             one. A field that is zero has its default, so set a struct to
+ *             zero first.
  *   Strings   are UTF-8 and end in a zero byte. Functions copy the strings
  *             that they take.
  *   Arrays    are a pointer and a number of elements. NULL is allowed for 0
@@ -63,10 +63,10 @@
  * Threads
  *   Every function may be called on any thread, and one handle may be used by
  *   several threads at once. A thread may free a handle that another thread
- *   uses: the call in progress ends as if the handle were freed after it. The
- *   strings of the handle are gone then.
+ *   uses: the call in progress ends as if the handle were freed after it.
+ *   Strings that belong to the handle are not valid after the free.
  *
- *   Calls on one cache run one at a time, and not during the steps of programs.
+ *   Calls on one cache run one at a time, and never during a step of a program.
  *   A call during a step waits for the step to end. It sees the cache before or
  *   after the step, never in between. Functions that return facts do not wait.
  *   On the CPU backend, calls that change the cache do not wait either: they
@@ -78,11 +78,11 @@
  *
  *   The caller must lock calls that belong together. Another thread may run
  *   between etkv_cache_can_extend() and the step, or between
- *   etkv_seq_cache_begin_step() and its step. The declaration of begin_step
- *   belongs to the cache, not to the thread. Without a lock, a step may run
- *   under the declaration of another thread. If both sequences are at the same
- *   position, the step's rows are then written to the wrong sequence, without
- *   an error.
+ *   etkv_seq_cache_begin_step() and its step. The declaration that
+ *   etkv_seq_cache_begin_step() makes belongs to the cache, not to the thread.
+ *   Without a lock, a step may run under the declaration of another thread. If
+ *   both sequences are at the same position, the step's rows are then written
+ *   to the wrong sequence, without an error.
  *
  *   A process that is forked from one with live handles has none of etkv's
  *   threads, and locks that other threads held stay locked. In such a process

@@ -1,5 +1,6 @@
 // etkv for C++17: the faces of a cache, and the session by which a program
-// finds it. Header only, over etkv.h. It needs neither exceptions nor RTTI.
+// finds the cache. Header only, over etkv.h. It needs neither exceptions nor
+// RTTI.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   if (!session.ok()) return complain(session.error());
@@ -11,7 +12,8 @@
 //
 // A call that can fail returns a Result, in the shape of std::expected. Reading
 // the value of a Result that has an error, or the error of one that has a
-// value, ends the process with a message. Other calls return their value.
+// value, ends the process with a message. Calls that cannot fail return their
+// value directly.
 //
 // Ownership and threads are as etkv.h says. Objects here own their handles:
 // they are moved, not copied. Move an object on one thread at a time.

@@ -72,10 +72,10 @@ class LoadOptions {
     xnnpack_.set_option("workspace_sharing_mode", 1);
   }
 
-  /// Sets the rows of the logits. CPU programs fail to load with
-  /// `Logits::proposed`. With `Logits::last`, the last and widest matrix
-  /// product of a prompt computes one row only. A program whose output is not
-  /// one such product then fails to load.
+  /// Sets which rows of logits the program returns. CPU programs fail to load
+  /// with `Logits::proposed`. With `Logits::last`, the last matrix product of a
+  /// prompt, which is the widest, computes only one row. A program whose output
+  /// is not such a product then fails to load.
   LoadOptions& logits(Logits rows) {
     options_.set_option(
         "logits",
@@ -122,8 +122,8 @@ class LoadOptions {
   executorch::runtime::BackendOptions<1> xnnpack_;
 };
 
-/// Resets the buffers of the programs that were loaded with this buffer name to
-/// zeros. The next call starts afresh.
+/// Sets the buffers of the programs that were loaded with this buffer name to
+/// zeros. The next call of each program starts afresh.
 inline Result<void> reset_buffers(const char* name) {
   return detail::run(etkv_delegate_reset_buffers, name);
 }
@@ -181,9 +181,10 @@ inline bool is_zero(const void* bytes, size_t n_bytes) {
 }
 
 /// Releases output memory of a method to the system before its first step.
-/// ExecuTorch writes zeros to this memory, and a program that returns all rows
-/// has room for the logits of its longest step, most of which are never
-/// computed. Memory that is not all zeros, such as that of a constant, stays.
+/// ExecuTorch fills this memory with zeros. In a program that returns all rows,
+/// it has room for the logits of the longest step, and most of these are never
+/// computed. Memory that is not all zeros, such as that of a constant, is not
+/// released.
 inline void release_outputs(
     executorch::extension::Module& module,
     const std::string& method) {
@@ -274,7 +275,7 @@ inline Result<void> load_method(
 
 namespace detail {
 /// Returns an error if the step has more tokens than the method accepts, and
-/// nullopt otherwise. ExecuTorch itself returns only a code.
+/// nullopt otherwise. ExecuTorch itself returns only an error code.
 inline std::optional<Error> too_long(
     executorch::extension::Module& module,
     const std::string& method,

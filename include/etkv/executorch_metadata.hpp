@@ -26,8 +26,8 @@ struct ModelCacheParams {
   std::vector<LayerConfig> layers;
   /// The maximum tokens of one step; 0 if the program does not report it.
   int32_t prefill_chunk_size = 0;
-  /// The context length that it was exported for; 0 if the program does not
-  /// report it.
+  /// The context length that the program was exported for; 0 if the program
+  /// does not report it.
   int32_t max_context_length = 0;
   /// The backend of sessions for the program: kMLXBackend or kCPUBackend.
   std::string backend_id = kMLXBackend;
@@ -58,8 +58,8 @@ inline Dtype dtype_of(executorch::aten::ScalarType type) {
   }
 }
 
-/// Returns a constant as JSON for etkv_metadata_read(); null if it has another
-/// type than the values that the function reads.
+/// Returns a constant as JSON for etkv_metadata_read(), or null if that
+/// function reads no constant of this type.
 inline std::string as_json(const executorch::runtime::EValue& value) {
   using executorch::aten::ScalarType;
   const auto list = [](const auto* data, size_t n) {
@@ -75,7 +75,8 @@ inline std::string as_json(const executorch::runtime::EValue& value) {
   if (value.isString()) {
     std::string json = "\"";
     for (const char c : value.toString()) {
-      // No string that is read has other characters, so none is escaped.
+      // The strings that are read have only such characters, so no escapes are
+      // needed.
       const bool plain = c >= ' ' && c <= '~' && c != '"' && c != '\\';
       json += plain ? c : '?';
     }
@@ -84,7 +85,8 @@ inline std::string as_json(const executorch::runtime::EValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
     const auto n = static_cast<size_t>(tensor.numel());
-    // No fact is longer, and a damaged program can have a tensor of any size.
+    // No fact has more integers than this, but a damaged program can have a
+    // tensor of any size.
     constexpr size_t kMaxIntegers = size_t{8} << 16;
     if (n > kMaxIntegers) {
       return "null";
@@ -166,7 +168,7 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return params;
 }
 
-/// Reads the same facts for one method of a program, which must run on the
+/// Reads the same facts for one method of a program. The method must run on the
 /// backend.
 ///
 /// A MethodMeta of release 1.5 has no values, so the facts come from the

@@ -27,7 +27,7 @@
 namespace etkv {
 
 /// One sequence of an etkv cache, as ExecuTorch's MLX backend and its runners
-/// use it. It shares the cache, which may outlive it.
+/// use it. This object shares the cache; the cache may outlive this object.
 class ExecuTorchMLXCache
     : public ::executorch::extension::llm::cache::CacheBase,
       public ::executorch::extension::llm::cache::SequenceControl,
@@ -46,7 +46,7 @@ class ExecuTorchMLXCache
     return nullptr;
   }
 
-  /// Throws std::runtime_error where the call to the cache fails.
+  /// Throws std::runtime_error if the call to the cache fails.
   bool can_extend(int n = 1) const override {
     return taken(cache_.can_extend(n));
   }

@@ -23,8 +23,8 @@ extern "C" {
  * Arrays are pointers to `mlx::core::array`, and a stream is a pointer to
  * `mlx::core::Stream`. Both must be of the MLX that the library is linked to
  * (etkv_mlx_version()). Arrays that are passed in are shared, not copied.
- * Results are assigned to arrays that the caller owns. Before the call these
- * may have any shape.
+ * Results are assigned to arrays that the caller owns. Before the call, the
+ * caller's arrays may have any shape.
  *
  * A forward begins with the call of its first layer. It commits once every
  * layer of the cache has been called exactly once, in any order, with the same
@@ -32,22 +32,23 @@ extern "C" {
  * back the unfinished forward and begins a new one. A call that is refused or
  * fails rolls back the forward too.
  *
- * If several layers of a model share keys and values, the host calls the layer
- * once, and attends to its result as often as needed. The host evaluates the
- * results when it likes. If evaluation fails after the forward committed, the
- * rows of its positions are unknown: rewind them, or clear the cache.
+ * If several layers of a model share keys and values, the host calls one layer
+ * of the cache for all of them, and attends to its result as often as needed.
+ * The host evaluates the results when it likes. If evaluation fails after the
+ * forward committed, the rows of its positions are unknown: rewind them, or
+ * clear the cache.
  *
- * MLX works for one thread at a time. These calls wait for each other and for
- * programs. Meanwhile the host must not use MLX on other threads. While a
- * forward is open, calls that change the cache return ETKV_ERROR_STEP instead
- * of waiting.
+ * MLX works for one thread at a time. Calls on this handle wait for each other
+ * and for programs. During such a call the host must not use MLX on other
+ * threads. While a forward is open, calls that change the cache return
+ * ETKV_ERROR_STEP instead of waiting.
  */
 typedef struct etkv_forwards etkv_forwards;
 
 /**
- * Makes a handle, which the caller frees with etkv_forwards_free(). It shares
- * the cache. While it is in use, the host must not run other steps on the
- * cache.
+ * Makes a handle. The caller frees the handle with etkv_forwards_free(). The
+ * handle shares the cache. While the handle is in use, the host must not run
+ * other steps on the cache.
  */
 ETKV_API etkv_status etkv_forwards_new(
     const etkv_cache* cache,
@@ -65,7 +66,7 @@ etkv_forwards_abort(etkv_forwards* forwards, etkv_error** error);
 typedef struct etkv_mlx_rows {
   size_t struct_size;
   size_t layer;
-  /** One position a token, consecutive for each sequence. */
+  /** One position per token. The positions of each sequence are consecutive. */
   const int32_t* positions;
   size_t n_positions;
   /**
@@ -95,11 +96,11 @@ enum {
  * the four results.
  *
  * @param k          receives the keys: [1, n_kv_heads, L, k_head_dim], in the
- *                   dtype of `rows->k`. All L rows are converted to it from
- *                   other formats.
+ *                   dtype of `rows->k`. If rows are stored in another format,
+ *                   all L rows are converted to this dtype.
  * @param v          receives the values: likewise, with v_head_dim.
  * @param mask_kind  receives the kind of the mask.
- * @param mask       receives [n_positions, L] booleans where the kind is
+ * @param mask       receives [n_positions, L] booleans if the kind is
  *                   ETKV_MASK_EXPLICIT; unchanged otherwise.
  */
 ETKV_API etkv_status etkv_forwards_update_and_fetch(

@@ -18,7 +18,9 @@ extern "C" {
 
 /* ---- Sampling ---------------------------------------------------------- */
 
-/** A number that is added to the logit of a token; -INFINITY forbids it. */
+/**
+ * A number that is added to the logit of a token; -INFINITY forbids the token.
+ */
 typedef struct etkv_logit_bias {
   int64_t token;
   float bias;
@@ -47,14 +49,15 @@ typedef struct etkv_sampling {
    */
   float min_p;
   /**
-   * Divides positive logits of tokens that are in the text, and multiplies
-   * negative logits. 0 stands for 1, which changes nothing.
+   * For tokens that are already in the text, positive logits are divided by
+   * this number, and negative logits are multiplied by it. 0 stands for 1,
+   * which changes nothing.
    */
   float repetition_penalty;
   /** Keeps this many tokens with the greatest logits; 0 keeps all. */
   int32_t top_k;
   /**
-   * How many of the last tokens of the text count as repeated; 0 for 64. The
+   * How many of the last tokens of the text count as repeated; 0 means 64. The
    * text of an etkv_generation is its prompt and answer, without the tokens
    * that the cache held before.
    */
@@ -69,13 +72,14 @@ typedef struct etkv_sampling {
 /**
  * Stores the token that `sampling` chooses from the logits of a step that the
  * host ran. With the same arguments it chooses the same token as an
- * etkv_generation, unless the last bits of a float decide.
+ * etkv_generation, except where two tokens differ only by float rounding.
  *
  * @param sampling  NULL for greedy.
  * @param logits    `n_logits` logits, one for each token of the vocabulary.
  * @param text      `n_text` tokens: the prompt's, then those of the answer.
- * @param answer    the number of the answer, where several have the same seed.
- * @param n         the number of the token in the answer, from 0.
+ * @param answer    the number of the answer, if several answers have the same
+ *                  seed.
+ * @param n         the index of the token in the answer, from 0.
  *
  * ETKV_ERROR_INVALID_ARGUMENT for logits that are NaN.
  */
@@ -93,17 +97,17 @@ ETKV_API etkv_status etkv_sampling_choose(
 /* ---- Answers ----------------------------------------------------------- */
 
 /**
- * A handle for answers of a program, token by token. The device chooses each
- * token. A GPU starts the next step before the host reads the last token (async
- * decode).
+ * A handle for answers that a program generates token by token. The device
+ * chooses each token. A GPU starts the next step before the host has read the
+ * previous token (async decode).
  *
  * The cache holds only what the host received. After each call of
  * etkv_generation_next() it holds the prompts, and all tokens of each answer
  * except the last. The host rewinds nothing when it stops: a step of async
  * decode is rolled back by etkv_generation_pause(), by etkv_generation_free(),
  * and by any call that changes the cache. Between calls the host may run steps
- * of other sequences. If a sequence of the answers no longer continues at the
- * same position, the next call returns ETKV_ERROR_POSITION.
+ * of other sequences. If the host moves the next position of an answer's
+ * sequence, the next call returns ETKV_ERROR_POSITION.
  *
  * Calls wait for each other, and for other steps on the cache.
  */
@@ -112,7 +116,10 @@ typedef struct etkv_generation etkv_generation;
 /** A text to continue. The caller owns what it points to. */
 typedef struct etkv_prompt {
   size_t struct_size;
-  /** The tokens that follow the tokens in the sequence, at least one. */
+  /**
+   * The tokens to append to those that the sequence already holds, at least
+   * one.
+   */
   const int64_t* tokens;
   size_t n_tokens;
   /** The sequence to continue; 0 in a cache of one sequence. */
@@ -125,8 +132,9 @@ typedef struct etkv_prompt {
 typedef int32_t etkv_run_ahead;
 enum {
   /**
-   * On a GPU, except for captured steps. A CPU gains nothing: MLX then copies
-   * each buffer that the previous step still reads.
+   * Async decode on a GPU, except for captured steps. A CPU would gain nothing
+   * from it, because MLX would copy each buffer that the previous step still
+   * reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,
   /** Each step starts when the host requests its token. */
@@ -165,11 +173,11 @@ enum {
 /**
  * Prepares answers to `n_prompts` prompts, each in its own sequence, by the
  * program that was last loaded with the cache. Copies its arguments. Nothing
- * runs yet. The caller frees the handle with etkv_generation_free(); the
- * program lives until then.
+ * runs yet. The caller frees the handle with etkv_generation_free(). The
+ * program stays in memory until then.
  *
  * ETKV_ERROR_INVALID_ARGUMENT if no MLX program is loaded with the cache, and
- * for several prompts of a program that was loaded with `logits=last`.
+ * for several prompts if the program was loaded with `logits=last`.
  * ETKV_ERROR_KIND for a cache of another backend: choose tokens with
  * etkv_sampling_choose() there. ETKV_ERROR_UNSUPPORTED for a program whose
  * inputs are not tokens [1, T] and positions [T]. ETKV_ERROR_CAPACITY for
@@ -210,7 +218,7 @@ ETKV_API etkv_status etkv_generation_read_prompts(
  *                were cancelled.
  *
  * ETKV_ERROR_POSITION if the host changed a sequence of the answers, and
- * ETKV_ERROR_BACKEND for logits that are not numbers.
+ * ETKV_ERROR_BACKEND for logits that are NaN.
  */
 ETKV_API etkv_status etkv_generation_next(
     const etkv_generation* generation,
@@ -221,9 +229,9 @@ ETKV_API etkv_status etkv_generation_next(
     etkv_error** error);
 
 /**
- * Ends the answers. Any thread may call it, and it waits for nothing. A running
- * call of etkv_generation_next() returns when its step is done, even a step of
- * a prompt; that call and later ones store 0 tokens.
+ * Ends the answers. Any thread may call this function, and the call waits for
+ * nothing. A running call of etkv_generation_next() returns when its step is
+ * done, even a step of a prompt; that call and later ones store 0 tokens.
  * etkv_generation_read_prompts() runs nothing more, and stores the number of
  * tokens that have not run. The cache holds the steps that were done. Free the
  * handle only when no thread uses it.
@@ -233,8 +241,8 @@ etkv_generation_cancel(const etkv_generation* generation, etkv_error** error);
 
 /**
  * Rolls back a step of async decode, if there is one, for a host that will not
- * request the next token soon. The next call of etkv_generation_next() goes on
- * from there.
+ * request the next token soon. The next call of etkv_generation_next() runs
+ * that step again.
  */
 ETKV_API etkv_status
 etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
@@ -244,19 +252,19 @@ etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
  * `forward` would, and stores the argmax of each token's logits, the first of
  * equal logits. The logits stay on the device: on a GPU, copying the logits of
  * a few tokens takes longer than verifying the tokens. To verify a tree, call
- * etkv_tree_cache_propose() first and pass its tokens in that order. Declare a
- * step of several sequences first, as for `forward`.
+ * etkv_tree_cache_propose() first, and pass the tokens in the order of the
+ * proposed nodes. Declare a step of several sequences first, as for `forward`.
  *
  * @param tokens     `n` token ids, at least one.
- * @param positions  the position of each.
- * @param chosen     receives `n` token ids.
+ * @param positions  the position of each token.
+ * @param chosen     receives `n` token ids: the argmax for each token.
  *
  * ETKV_ERROR_INVALID_ARGUMENT if no MLX program is loaded with the cache, and
  * ETKV_ERROR_KIND for a cache of another backend. ETKV_ERROR_UNSUPPORTED for a
  * program whose inputs are not tokens [1, T] and positions [T], and for several
- * tokens of one that was loaded with `logits=last`. ETKV_ERROR_BACKEND for
- * logits that are NaN, and the errors of a step that the cache refuses.
- * After an error the cache is as it was.
+ * tokens if the program was loaded with `logits=last`. ETKV_ERROR_BACKEND for
+ * logits that are NaN, and the errors of a step that the cache refuses. After
+ * an error the cache is as it was.
  */
 ETKV_API etkv_status etkv_generation_choose(
     const etkv_cache* cache,

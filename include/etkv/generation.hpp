@@ -44,7 +44,7 @@ struct Sampling {
 };
 
 namespace detail {
-/// The sampling as the C struct. It points into itself.
+/// The sampling as the C struct. The struct points into this object.
 class RawSampling {
  public:
   explicit RawSampling(const Sampling& sampling) {
@@ -102,7 +102,8 @@ inline Result<int64_t> choose(
 
 /// A text to continue.
 struct Prompt {
-  /// The tokens that follow the tokens in the sequence, at least one.
+  /// The tokens to append to those that the sequence already holds, at least
+  /// one.
   std::vector<int64_t> tokens;
   /// The sequence to continue; 0 in a cache of one sequence.
   int32_t sequence = 0;
@@ -180,7 +181,7 @@ class Generation {
   }
 
   /// Runs the next step of the prompts. Returns the number of prompt tokens
-  /// that have not run; next() runs these.
+  /// that have not run; next() runs these tokens.
   Result<size_t> read_prompts() {
     return detail::ask<size_t>(etkv_generation_read_prompts, raw());
   }
@@ -206,7 +207,7 @@ class Generation {
   }
 
   /// Ends the answers after the running step, from any thread: next() then
-  /// returns none. The cache holds the steps that were done.
+  /// returns no tokens. The cache holds the steps that were done.
   Result<void> cancel() const {
     return detail::run(etkv_generation_cancel, raw());
   }
@@ -229,10 +230,10 @@ class Generation {
 };
 
 /// Answers a prompt with an MLX program. (For a CPU program the host chooses
-/// tokens with etkv::choose.) `on_token` receives each token, and why the
-/// answer ends if it does; it returns false to stop. The cache then holds the
-/// prompt, and all tokens of the answer except the last. Use a Generation to
-/// stop during the prompt, or from another thread.
+/// tokens with etkv::choose.) `on_token` receives each token, and the reason if
+/// the answer ends with this token. `on_token` returns false to stop. The cache
+/// then holds the prompt, and all tokens of the answer except the last. Use a
+/// Generation to stop during the prompt, or from another thread.
 ///
 /// @returns the tokens of the answer, including one that stops it.
 inline Result<std::vector<int64_t>> generate(

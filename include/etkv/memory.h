@@ -56,8 +56,8 @@ typedef struct etkv_memory {
   etkv_layer_memory* layers;
   size_t n_layers;
   /**
-   * The bytes of the prefix's rows that the cache reads. Other caches may read
-   * them too. The other fields do not count them.
+   * The bytes of the rows that the cache reads from a prefix. Other caches may
+   * read these rows too. The other fields do not count these bytes.
    */
   uint64_t shared;
   /** Like `layers`, for each recurrent layer; or NULL and 0. */
@@ -68,17 +68,17 @@ typedef struct etkv_memory {
 /** Bytes of the buffers of all caches in this process, and their limit. */
 typedef struct etkv_memory_budget {
   size_t struct_size;
-  /** The maximum bytes that they may hold; 0 for no limit. */
+  /** The maximum bytes that the buffers may hold; 0 for no limit. */
   uint64_t limit;
   /**
-   * Bytes that they hold. While a step grows buffers, or a conversion replaces
-   * them, both the old and the new buffers are held.
+   * The bytes that the buffers hold now. While a step grows buffers, or a
+   * conversion replaces them, both the old and the new buffers are held.
    */
   uint64_t held;
   /**
-   * The maximum that they have held or reserved. Bytes that a step reserves
-   * count even if the step is rolled back before it allocates; refused bytes do
-   * not.
+   * The maximum bytes that the buffers have held or reserved so far. Bytes that
+   * a step reserves count even if the step is rolled back before it allocates;
+   * refused bytes do not.
    */
   uint64_t peak;
   /** The number of caches, including empty ones. */
@@ -89,11 +89,11 @@ typedef struct etkv_memory_budget {
  * Limits the bytes of the buffers of all caches in this process, of every
  * backend. 0 removes the limit; a process begins without one. A call that would
  * exceed the limit fails with `ETKV_ERROR_BACKEND`, whose message names the
- * bytes, and changes nothing. Such a call makes a cache that allocates upfront,
- * runs a step that grows buffers, converts, or loads. etkv_seq_cache_compact()
- * can also fail, if rows would move to slots that were never used. So can
- * etkv_cache_clear() without `release`, if a cache that allocates upfront was
- * converted.
+ * bytes, and changes nothing. The limit applies to calls that make a cache with
+ * upfront allocation, to steps that grow buffers, to conversions and to loads.
+ * etkv_seq_cache_compact() can also fail, if rows would move to slots that were
+ * never used. etkv_cache_clear() without `release` can fail too, if a cache
+ * that allocates upfront was converted.
  *
  * Before it refuses a call, etkv frees prefixes that nothing uses, and then
  * calls the host's callback. A limit below the held bytes is no error: caches
@@ -131,8 +131,8 @@ typedef uint64_t (*etkv_memory_callback)(uint64_t bytes, void* user);
 /**
  * Sets the callback that may free memory before the memory budget refuses a
  * call. It replaces the earlier callback. When this call returns, the earlier
- * callback runs on no thread and is not called again. It is not called for a
- * request that exceeds the whole budget.
+ * callback runs on no thread and is not called again. The callback is not
+ * called for a request that exceeds the whole budget.
  *
  * @param callback  NULL removes the callback.
  * @param user      passed to the callback; the host owns it.

@@ -39,7 +39,7 @@ struct Memory {
   uint64_t at_capacity = 0;        ///< the maximum that it can ever hold
   std::vector<LayerMemory> layers; ///< the same for each attention layer
   uint64_t shared = 0; ///< bytes of a prefix's rows; not in other fields
-  /// The same for each recurrent layer.
+  /// The bytes of each recurrent layer's buffers.
   std::vector<RecurrentLayerMemory> recurrent_layers = {};
 };
 
@@ -96,7 +96,7 @@ struct MemoryBudget {
 };
 
 /// Limits the bytes of the buffers of all caches in this process; 0 removes the
-/// limit. A call that would exceed it fails and changes nothing
+/// limit. A call that would exceed the limit fails and changes nothing
 /// (`etkv_memory_budget_set`).
 inline Result<void> set_memory_budget(uint64_t limit) {
   return detail::run(etkv_memory_budget_set, limit);
@@ -114,7 +114,8 @@ inline Result<MemoryBudget> memory_budget() {
 
 /// Frees memory of the host's choice, as etkv_memory_callback does: in the
 /// middle of the call that needs `bytes` more, on any thread and on several at
-/// once. Returns the bytes that it freed. An exception counts as none.
+/// once. Returns the bytes that it freed. If it throws, it counts as having
+/// freed none.
 using MemoryCallback = std::function<uint64_t(uint64_t bytes)>;
 
 namespace detail {

@@ -23,7 +23,7 @@ typedef struct etkv_metadata {
    * The layers that attend, or NULL. The caller owns one struct for each such
    * layer, `layers->struct_size` bytes apart, and sets the `struct_size` of the
    * first. `n_layers` is their number, 0 for NULL; etkv stores the number of
-   * the program there.
+   * the program's attention layers there.
    */
   etkv_layer_config* layers;
   size_t n_layers;
@@ -47,17 +47,18 @@ ETKV_API const char* etkv_metadata_name(size_t index);
 
 /**
  * Fills `metadata` from constant methods of a program. The caller sets
- * `metadata->struct_size` first. Call it once for the numbers of layers, and
- * once for the layers.
+ * `metadata->struct_size` first. Call it once with NULL as `layers` and
+ * `recurrent_layers` to get the numbers of layers, and again to get the layers.
  *
  * @param constants  a JSON object with the values of the methods that the
  *                   program has, by name: an integer, a string, or an array of
  *                   a tensor's integers. Other names are ignored.
  *
- * With `kv_cache.schema_version`, there are `kv_cache.n_layers` layers that
- * attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window`, `sinks`,
- * `chunk` and `values_in_keys` describe each: an integer for all layers, or an
- * array with one integer for each layer. All but the first two are optional.
+ * If the program has `kv_cache.schema_version`, it has `kv_cache.n_layers`
+ * layers that attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
+ * `window`, `sinks`, `chunk` and `values_in_keys` describe these layers: each
+ * is an integer for all layers, or an array with one integer for each layer.
+ * `n_kv_heads` and `head_dim` are required, the others are optional.
  * `kv_cache.dtype` is the dtype that the program computes in: f32, f16 or bf16.
  * It is optional.
  *
@@ -66,14 +67,15 @@ ETKV_API const char* etkv_metadata_name(size_t index);
  * fields of etkv_recurrent_layer_config in order. Programs with chunks have
  * version 3, with or without recurrent layers.
  *
- * Without `kv_cache.schema_version`, the layers are those that ExecuTorch's
- * exporter writes: get_n_caches, get_kv_heads, get_head_dims and get_windows.
+ * Without `kv_cache.schema_version`, the layers come from the methods that
+ * ExecuTorch's exporter writes: get_n_caches, get_kv_heads, get_head_dims and
+ * get_windows.
  *
- * The step length is get_prefill_chunk_size. The context length is
- * get_max_ctx_len, or else get_max_context_len, or else get_max_seq_len.
+ * The maximum tokens of a step are get_prefill_chunk_size. The context length
+ * is get_max_ctx_len, or else get_max_context_len, or else get_max_seq_len.
  *
  * ETKV_ERROR_PROGRAM for another version, and for a value that is absent or not
- * valid. The message has its name.
+ * valid. The message names the method.
  */
 ETKV_API etkv_status etkv_metadata_read(
     const char* constants,

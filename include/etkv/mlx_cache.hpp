@@ -38,10 +38,11 @@ struct AttendSpec {
   std::optional<mlx::core::array> mask; ///< bool, [T, L]; for Explicit only
 };
 
-/// The forwards of a host on a cache; see etkv_forwards. It shares the cache.
+/// The forwards of a host on a cache; see etkv_forwards. This object shares the
+/// cache.
 class MLXForwards {
  public:
-  /// Makes the forwards of `cache`. Fails where the cache is poisoned.
+  /// Makes the forwards of `cache`. Fails if the cache is poisoned.
   static Result<MLXForwards> make(const Cache& cache) {
     return detail::ask<etkv_forwards*>(etkv_forwards_new, cache.raw())
         .transform([](etkv_forwards* raw) { return MLXForwards(raw); });
@@ -50,7 +51,7 @@ class MLXForwards {
   /// Writes a layer's rows, and returns what its queries attend to, in the
   /// dtypes of `k` and `v`.
   ///
-  /// `positions` has one position a token. `k` is [1, n_kv_heads, T,
+  /// `positions` has one position per token. `k` is [1, n_kv_heads, T,
   /// k_head_dim] and `v` [1, n_kv_heads, T, v_head_dim], both of a float dtype.
   /// The work goes to the stream `s`, or the default stream of the device `s`;
   /// without `s`, to the library's own stream.

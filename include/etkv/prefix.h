@@ -1,7 +1,7 @@
 /*
- * Prefixes: frozen contents of caches, from which other caches go on.
- * docs/prefixes.md describes them. A part of etkv.h, whose conventions apply
- * here.
+ * Prefixes: frozen contents of caches, from which other caches continue.
+ * docs/prefixes.md describes prefixes. A part of etkv.h, whose conventions
+ * apply here.
  *
  *   etkv_prefix        the frozen contents of a cache
  *   etkv_prefix_store  beginnings of texts in a folder or a bucket
@@ -38,8 +38,8 @@ typedef struct etkv_prefix etkv_prefix;
  * that the cache already reads from a prefix stay where they are. The caller
  * frees the prefix with etkv_prefix_free().
  *
- * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, if it holds another
- * sequence than 0, or if sequence 0 has candidates, gaps or no position 0.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, if it holds a sequence
+ * other than 0, or if sequence 0 has candidates, gaps or no position 0.
  * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that
  * Rust code added, and for a backend that cannot share memory.
  * ETKV_ERROR_BACKEND if the cache is poisoned or memory runs out. After an
@@ -50,16 +50,18 @@ etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
 
 /**
  * Makes an empty cache hold the first `length` positions of a prefix. No rows
- * are copied. The cache owns the rows that it writes after them. Caches of
- * every kind accept each other's prefixes.
+ * are copied. Rows that the cache writes after these positions are its own.
+ * Caches of every kind accept each other's prefixes.
  *
- * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length().
+ * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length(), or a
+ *                checkpoint of the prefix.
  *
- * ETKV_ERROR_INVALID_ARGUMENT if the cache is not empty, and for another
- * length. The same error if the prefix differs in layers, formats, windows or
- * backend, or is longer than the capacity. ETKV_ERROR_STEP while a step is
- * open. ETKV_ERROR_UNSUPPORTED and ETKV_ERROR_BACKEND as for
- * etkv_cache_freeze(). After an error nothing has changed.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache is not empty, and for any other
+ * `length`. The same error if the prefix differs from the cache in layers,
+ * formats, windows or backend, or is longer than the cache's capacity.
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED and
+ * ETKV_ERROR_BACKEND as for etkv_cache_freeze(). After an error nothing has
+ * changed.
  */
 ETKV_API etkv_status etkv_cache_attach(
     etkv_cache* cache,
@@ -67,19 +69,20 @@ ETKV_API etkv_status etkv_cache_attach(
     int32_t length,
     etkv_error** error);
 
-/** Returns the number of positions, or -1 where `prefix` is no live handle. */
+/** Returns the number of positions, or -1 if `prefix` is no live handle. */
 ETKV_API int32_t etkv_prefix_length(const etkv_prefix* prefix);
 
 /**
- * Returns the smallest length that a cache can attach at. It is more than 1 if
- * layers with windows have dropped rows that an earlier query would see. -1 if
- * `prefix` is no live handle.
+ * Returns the smallest length that a cache can attach at, apart from
+ * checkpoints. It is more than 1 if layers with windows have dropped rows that
+ * queries at smaller lengths would see. -1 if `prefix` is no live handle.
  */
 ETKV_API int32_t etkv_prefix_rewindable_to(const etkv_prefix* prefix);
 
 /**
- * Returns the bytes of the rows, without the rows of an earlier prefix from
- * which the cache went on. 0 if `prefix` is no live handle.
+ * Returns the bytes of the rows of this prefix. Rows of an earlier prefix that
+ * the frozen cache was attached to are not counted. 0 if `prefix` is no live
+ * handle.
  */
 ETKV_API uint64_t etkv_prefix_bytes(const etkv_prefix* prefix);
 
@@ -90,7 +93,8 @@ ETKV_API void etkv_prefix_free(etkv_prefix* prefix);
 
 /**
  * A folder or a bucket of texts that caches have read, for any number of
- * threads and processes. Files appear under their names when they are complete.
+ * threads and processes. A file appears under its name only when it is
+ * complete.
  *
  * The files hold keys, values and token ids: they reveal what users wrote. Only
  * etkv_prefix_store_save(), and a prefix cache that has the store, write them.
@@ -98,8 +102,8 @@ ETKV_API void etkv_prefix_free(etkv_prefix* prefix);
 typedef struct etkv_prefix_store etkv_prefix_store;
 
 /**
- * Opens a folder. If it does not exist, it is made, with access for the user
- * only. The caller frees the store with etkv_prefix_store_free().
+ * Opens a folder. If the folder does not exist, it is made, and only the user
+ * may access it. The caller frees the store with etkv_prefix_store_free().
  *
  * @param folder     the folder. In a library that was built with ETKV_BUCKETS
  *                   also the address of a bucket: s3://bucket/prefix, gs:// or
@@ -108,11 +112,11 @@ typedef struct etkv_prefix_store etkv_prefix_store;
  *                   AWS_REGION and AWS_ENDPOINT. "The folder" then means the
  *                   bucket's objects whose names begin with the prefix and a
  *                   slash.
- * @param max_bytes  the maximum bytes of the store's files.
+ * @param max_bytes  the maximum bytes of the store's files. To keep within it,
  *                   etkv_prefix_store_save() removes the least recently used
  *                   files. A file that is being written does not count yet.
  *
- * ETKV_ERROR_FILE where the folder cannot be made or read.
+ * ETKV_ERROR_FILE if the folder cannot be made or read.
  * ETKV_ERROR_UNSUPPORTED for an address in a library without buckets.
  */
 ETKV_API etkv_status etkv_prefix_store_open(
@@ -127,7 +131,7 @@ ETKV_API void etkv_prefix_store_free(etkv_prefix_store* store);
 /**
  * Stores the number of files in the folder, and their bytes.
  *
- * ETKV_ERROR_FILE where the folder cannot be read.
+ * ETKV_ERROR_FILE if the folder cannot be read.
  */
 ETKV_API etkv_status etkv_prefix_store_usage(
     const etkv_prefix_store* store,
@@ -137,10 +141,11 @@ ETKV_API etkv_status etkv_prefix_store_usage(
 
 /**
  * Stores the contents of a cache of one sequence. No file is written for a text
- * of fewer than 32 tokens, for the beginning of a text in the folder, for a
- * text whose file would exceed `max_bytes` alone, or for a cache that
- * etkv_cache_convert() changed. An older file whose text is a beginning of this
- * one is removed if the new file serves every text that the older one serves.
+ * of fewer than 32 tokens, for a text that is the beginning of one in the
+ * folder, for a text whose file would exceed `max_bytes` alone, or for a cache
+ * that etkv_cache_convert() changed. An older file whose text is a beginning of
+ * this one is removed if the new file serves every text that the older one
+ * serves.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
@@ -148,8 +153,8 @@ ETKV_API etkv_status etkv_prefix_store_usage(
  *                 wanted.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, if the cache holds
- * candidates or another sequence than 0, or if its positions are not those of
- * the tokens; and the errors of etkv_cache_save().
+ * candidates or a sequence other than 0, or if its positions do not match the
+ * tokens; and the errors of etkv_cache_save().
  */
 ETKV_API etkv_status etkv_prefix_store_save(
     const etkv_prefix_store* store,
@@ -159,18 +164,18 @@ ETKV_API etkv_status etkv_prefix_store_save(
     etkv_error** error);
 
 /**
- * Loads the longest beginning of a text that is in the folder for this kind,
- * these layers and these formats. The caller must run at least one token to get
- * logits, so it passes the text without its last token.
+ * Loads the longest beginning of a text that the folder has for a cache of this
+ * kind, with these layers and formats. The caller must run at least one token
+ * to get logits, so it passes the text without its last token.
  *
- * A layer with a window can be rewound only a little, so a file of such a model
- * serves only texts that go on near its end. A damaged file is skipped, with a
- * warning in the log.
+ * A layer with a window can be rewound only a little. So a file of such a model
+ * serves only texts that begin with all or nearly all of the file's tokens. A
+ * damaged file is skipped, with a warning in the log.
  *
  * @param cache     an empty cache.
  * @param options   the model's fingerprint, and the text.
  * @param n_loaded  receives the number of tokens that the cache then holds: 0,
- *                  or 32 or more.
+ *                  or at least 32.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache is not
  * empty. ETKV_ERROR_FILE if the folder cannot be read. ETKV_ERROR_STEP while a
@@ -199,12 +204,13 @@ ETKV_API etkv_status etkv_prefix_store_find(
 /* ---- Prefixes in memory, by their texts -------------------------------- */
 
 /**
- * Prefixes by the model's fingerprint, the layers and formats of the cache, and
- * the token ids of the text. Any number of threads may use one.
+ * Prefixes in memory, looked up by the model's fingerprint, the layers and
+ * formats of the cache, and the token ids of the text. Any number of threads
+ * may use one prefix cache.
  */
 typedef struct etkv_prefix_cache etkv_prefix_cache;
 
-/** Keeps a prefix in memory until it is freed. */
+/** A pin: it keeps a prefix in memory until the pin is freed. */
 typedef struct etkv_prefix_pin etkv_prefix_pin;
 
 /** The limits and the store of a prefix cache. */
@@ -216,8 +222,8 @@ typedef struct etkv_prefix_cache_options {
    */
   uint64_t max_bytes;
   /**
-   * A store that is read if memory has no prefix of a text. Every kept text is
-   * written to it. NULL for none. The handle of the store may be freed
+   * A store that is read if memory has no beginning of a text. Every kept text
+   * is written to it. NULL for none. The handle of the store may be freed
    * afterwards.
    */
   const etkv_prefix_store* store;
@@ -226,8 +232,9 @@ typedef struct etkv_prefix_cache_options {
 /** The contents of a prefix cache, and counts of its use. */
 typedef struct etkv_prefix_statistics {
   size_t struct_size;
-  /** The number of prefixes in memory, and of pinned ones among them. */
+  /** The number of prefixes in memory. */
   size_t n_prefixes;
+  /** The number of these prefixes that are pinned. */
   size_t n_pinned;
   /**
    * Bytes of the rows of prefixes in memory. Rows that several prefixes share
@@ -236,17 +243,20 @@ typedef struct etkv_prefix_statistics {
   uint64_t n_bytes;
   /** Tokens of the texts passed to etkv_prefix_cache_attach(). */
   uint64_t tokens_asked;
-  /** Of these, the tokens that were found in memory, and in the store. */
+  /** The tokens of these texts that were found in memory. */
   uint64_t tokens_in_memory;
+  /** The tokens of these texts that were found in the store. */
   uint64_t tokens_in_store;
   /**
-   * The number of texts that wait to be read ahead, including the text in
-   * progress; of texts that were read ahead, wholly or in part, and of their
-   * tokens; and of texts that could not be read, with the reason in the log.
+   * The number of texts that wait to be read ahead, including the one that is
+   * being read now.
    */
   size_t n_ahead_waiting;
+  /** The number of texts that were read ahead, wholly or in part. */
   uint64_t n_ahead_read;
+  /** The tokens that were read ahead. */
   uint64_t tokens_ahead;
+  /** The number of texts that could not be read ahead; the log has reasons. */
   uint64_t n_ahead_failed;
 } etkv_prefix_statistics;
 
@@ -271,10 +281,11 @@ ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
  * must run at least one token to get logits, so it passes the text without its
  * last token.
  *
- * Layers with windows can be rewound only a little, so a prefix of such a model
- * serves only texts that go on near its end. If the store has a longer
- * beginning, the cache loads it. Later caches then share it in memory. A store
- * that fails is skipped, with a warning in the log.
+ * Layers with windows can be rewound only a little. So a prefix of such a model
+ * serves only texts that begin with all or nearly all of the prefix's tokens.
+ * If the store has a longer beginning, the cache loads that one. Later caches
+ * then share it in memory. If the store fails, it is skipped, with a warning in
+ * the log.
  *
  * @param options     the model's fingerprint, and the text.
  * @param n_attached  receives the number of tokens that the cache then holds.
@@ -328,21 +339,23 @@ ETKV_API etkv_status etkv_prefix_cache_keep(
 /**
  * Reads the longest beginning of a text in the store into memory, on a thread
  * of the prefix cache, so that a later etkv_prefix_cache_attach() of a cache
- * like this one finds it there. This call itself waits for nothing, and
+ * like this one finds it in memory. This call itself waits for nothing, and
  * accesses neither the folder nor the network.
  *
  * The result is a prefix like others: it counts against `max_bytes` and the
  * memory budget. A text that cannot be read, perhaps for lack of memory, is
  * counted in etkv_prefix_statistics. For a minute after the read,
  * etkv_prefix_cache_attach() does not query the store for this text again, as
- * long as memory has it. The memory budget's callback may run on that thread.
+ * long as memory has it. The memory budget's callback may run on the thread of
+ * the prefix cache.
  *
- * @param cache    of the kind, layers and formats that will read the text. It
- *                 may hold positions, and does not change.
+ * @param cache    a cache of the same kind, layers and formats as those that
+ *                 will read the text. It may hold positions, and does not
+ *                 change.
  * @param options  the model's fingerprint, and the text.
  * @param waits    receives whether the text waits to be read: false if memory
- *                 has all of it, if there is no store, or if 16 others wait.
- *                 NULL if it is not wanted.
+ *                 has the whole text, if there is no store, or if 16 other
+ *                 texts wait. NULL if it is not wanted.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint. ETKV_ERROR_UNSUPPORTED for
  * a kind that Rust code added. ETKV_ERROR_BACKEND if no thread can be started.

@@ -1,5 +1,5 @@
-// Prefixes: frozen contents of caches, from which other caches go on. A part of
-// etkv.hpp. See prefix.h, and docs/prefixes.md.
+// Prefixes: frozen contents of caches, from which other caches continue. A part
+// of etkv.hpp. See prefix.h, and docs/prefixes.md.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,8 @@ class Prefix {
   int32_t length() const {
     return etkv_prefix_length(raw());
   }
-  /// Returns the smallest length that a cache can attach at.
+  /// Returns the smallest length that a cache can attach at, apart from
+  /// checkpoints.
   int32_t rewindable_to() const {
     return etkv_prefix_rewindable_to(raw());
   }
@@ -37,7 +38,7 @@ class Prefix {
     return etkv_prefix_bytes(raw());
   }
 
-  /// Returns the handle of the C interface. This object keeps its ownership.
+  /// Returns the handle of the C interface. This object still owns the handle.
   const etkv_prefix* raw() const {
     return handle_.get();
   }
@@ -114,7 +115,7 @@ class PrefixStore {
         etkv_prefix_store_find, handle_.get(), cache.raw(), &raw);
   }
 
-  /// Returns the handle of the C interface. This object keeps its ownership.
+  /// Returns the handle of the C interface. This object still owns the handle.
   const etkv_prefix_store* raw() const {
     return handle_.get();
   }
@@ -192,8 +193,8 @@ class PrefixCache {
         etkv_prefix_cache_keep, handle_.get(), cache.raw(), &raw);
   }
 
-  /// Reads the beginning of `text.tokens` in the store into memory, on another
-  /// thread. Returns whether it waits to be read; see
+  /// Reads the longest beginning of `text.tokens` that the store has into
+  /// memory, on another thread. Returns whether the text waits to be read; see
   /// etkv_prefix_cache_prefetch.
   Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
@@ -221,7 +222,7 @@ class PrefixCache {
     return detail::run(etkv_prefix_cache_clear, handle_.get());
   }
 
-  /// Returns its contents, and counts of its use.
+  /// Returns the contents of the prefix cache, and counts of its use.
   Result<PrefixStatistics> statistics() const {
     etkv_prefix_statistics raw{};
     raw.struct_size = sizeof(raw);

@@ -36,9 +36,9 @@ namespace detail {
 
 /// A value or an error, in the shape of `std::expected<T, etkv::Error>`.
 ///
-/// Where std::expected throws or has undefined behaviour, this ends the process
-/// with the error's message on stderr: `*`, `->` and `value()` of a Result
-/// without a value, and `error()` of one with a value. So write
+/// Where std::expected throws or has undefined behaviour, a Result ends the
+/// process with the error's message on stderr: `*`, `->` and `value()` of a
+/// Result without a value, and `error()` of one with a value. So write
 /// `*session->cache().length()` only where a failure would be a defect.
 ///
 /// A Result<bool> does not convert to bool, because a test of the Result could
@@ -96,7 +96,7 @@ class [[nodiscard]] Result {
   const T* operator->() const {
     return &value();
   }
-  /// Returns the value, or `otherwise` where there is an error.
+  /// Returns the value, or `otherwise` if there is an error.
   template <typename U>
   T value_or(U&& otherwise) const& {
     return has_value() ? **this : static_cast<T>(std::forward<U>(otherwise));
@@ -116,7 +116,8 @@ class [[nodiscard]] Result {
     return std::move(*std::get_if<1>(&state_));
   }
 
-  /// Calls `next` with the value, and returns its Result; or returns the error.
+  /// Calls `next` with the value, and returns the Result of `next`. Without a
+  /// value, returns the error.
   template <typename F>
   auto and_then(
       F&& next) const& -> std::decay_t<std::invoke_result_t<F, const T&>> {
@@ -133,8 +134,8 @@ class [[nodiscard]] Result {
     return std::invoke(std::forward<F>(next), *std::move(*this));
   }
 
-  /// Calls `change` with the value, and returns its result as a Result; or
-  /// returns the error.
+  /// Calls `change` with the value, and returns what `change` returns, as a
+  /// Result. Without a value, returns the error.
   template <typename F>
   auto transform(F&& change)
       const& -> Result<std::decay_t<std::invoke_result_t<F, const T&>>> {
@@ -198,7 +199,7 @@ class [[nodiscard]] Result<void> {
     return has_value();
   }
 
-  /// Ends the process where there is an error.
+  /// Ends the process if there is an error.
   void value() const {
     if (error_) {
       detail::result_has_none("value", &*error_);
@@ -217,7 +218,8 @@ class [[nodiscard]] Result<void> {
     return std::move(*error_);
   }
 
-  /// Returns the Result of `next`; or the error.
+  /// Calls `next` and returns its Result; or returns the error, if there is
+  /// one.
   template <typename F>
   auto and_then(F&& next) const -> std::decay_t<std::invoke_result_t<F>> {
     if (!has_value()) {
@@ -226,7 +228,8 @@ class [[nodiscard]] Result<void> {
     return std::invoke(std::forward<F>(next));
   }
 
-  /// Returns the result of `next`, as a Result; or the error.
+  /// Calls `next` and returns its value as a Result; or returns the error, if
+  /// there is one.
   template <typename F>
   auto transform(F&& next) const
       -> Result<std::decay_t<std::invoke_result_t<F>>> {

@@ -42,9 +42,10 @@ typedef struct etkv_save_options {
  * @param path     the file, which may exist.
  * @param options  NULL adds nothing.
  *
- * ETKV_ERROR_FILE where the file cannot be written; an older one stays as it
- * was. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind
- * that Rust code added. ETKV_ERROR_BACKEND where the cache is poisoned.
+ * ETKV_ERROR_FILE if the file cannot be written; a file that already exists
+ * stays as it was. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED
+ * for a kind that Rust code added. ETKV_ERROR_BACKEND if the cache is
+ * poisoned.
  */
 ETKV_API etkv_status etkv_cache_save(
     const etkv_cache* cache,
@@ -53,19 +54,19 @@ ETKV_API etkv_status etkv_cache_save(
     etkv_error** error);
 
 /**
- * Replaces the contents of a cache by those of a file. Everything is checked
+ * Replaces the contents of a cache with those of a file. Everything is checked
  * before the cache changes. Old and new contents are in memory until the new
  * ones are complete.
  *
  * A file fits a cache of the same kind, layers and windows, with enough
  * capacity for its positions. If the formats of the config are the same too,
- * the cache goes on as the saved one would have. Otherwise rows in f32, f16 and
- * bf16 are converted into the formats of this cache, and rows in other formats
- * are refused.
+ * the cache continues exactly as the saved cache would have. Otherwise rows in
+ * f32, f16 and bf16 are converted into the formats of this cache, and rows in
+ * other formats are refused.
  *
  * @param path         the file.
- * @param fingerprint  the one passed to etkv_cache_save(). NULL is the same as
- *                     "".
+ * @param fingerprint  the fingerprint that was passed to etkv_cache_save().
+ *                     NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
  *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.
@@ -73,8 +74,8 @@ ETKV_API etkv_status etkv_cache_save(
  *
  * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
  * version, model or config. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
- * where the cache is poisoned or memory is lacking.
+ * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND if
+ * the cache is poisoned or memory runs out.
  */
 ETKV_API etkv_status etkv_cache_load(
     etkv_cache* cache,
@@ -85,17 +86,17 @@ ETKV_API etkv_status etkv_cache_load(
     etkv_error** error);
 
 /**
- * Writes one sequence to a file, as etkv_cache_save() does. The file equals
- * that of a cache that holds only this sequence, as sequence 0. So
- * etkv_cache_load() reads it too.
+ * Writes one sequence to a file, as etkv_cache_save() does. The file is the
+ * same as that of a cache that holds only this sequence, as sequence 0. So
+ * etkv_cache_load() can read the file too.
  *
- * @param sequence  from 0 to 255. It holds positions, and carries no
- *                  candidates.
+ * @param sequence  from 0 to 255; a sequence that holds positions and carries
+ *                  no candidates.
  * @param path      the file, which may exist.
  * @param options   NULL adds nothing.
  *
- * The errors of etkv_cache_save(), and ETKV_ERROR_INVALID_ARGUMENT for another
- * sequence.
+ * The errors of etkv_cache_save(), and ETKV_ERROR_INVALID_ARGUMENT for any
+ * other `sequence`.
  */
 ETKV_API etkv_status etkv_seq_cache_save(
     const etkv_seq_cache* cache,
@@ -114,7 +115,7 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * the present formats of this cache: f32, f16 and bf16 are converted into each
  * other. Other conversions are refused.
  *
- * @param sequence     from 0 to 255. It holds nothing.
+ * @param sequence     from 0 to 255; an empty sequence.
  * @param path         the file.
  * @param fingerprint  the fingerprint in the file. NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
@@ -123,13 +124,13 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * @param n_tokens     receives their number. NULL where `tokens` is.
  *
  * ETKV_ERROR_INVALID_ARGUMENT for a sequence that holds positions or carries
- * candidates. ETKV_ERROR_CAPACITY if it does not fit next to the other
- * sequences. ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is
- * of another version, model or config, and for values that are not finite,
- * which other sequences would read. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND if
- * the cache is poisoned or memory runs out. After an error the contents are as
- * before.
+ * candidates. ETKV_ERROR_CAPACITY if the loaded sequence does not fit next to
+ * the other sequences. ETKV_ERROR_FILE for a file that cannot be read, is
+ * damaged, or is of another version, model or config, and for values that are
+ * not finite, because steps of other sequences would read them too.
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that
+ * Rust code added. ETKV_ERROR_BACKEND if the cache is poisoned or memory runs
+ * out. After an error the contents are as before.
  */
 ETKV_API etkv_status etkv_seq_cache_load(
     etkv_seq_cache* cache,
@@ -148,15 +149,15 @@ ETKV_API etkv_status etkv_seq_cache_load(
  * @param fingerprint  receives a string, which the caller frees with
  *                     etkv_string_free().
  *
- * ETKV_ERROR_FILE where the file cannot be read.
+ * ETKV_ERROR_FILE if the file cannot be read.
  */
 ETKV_API etkv_status
 etkv_fingerprint(const char* path, char** fingerprint, etkv_error** error);
 
 /**
- * Frees the token ids that etkv_cache_load() or etkv_seq_cache_load() stored,
- * with the number that it stored. Free each list once. Like a string it is
- * memory, not a handle. Does nothing for NULL.
+ * Frees the token ids that etkv_cache_load() or etkv_seq_cache_load() stored.
+ * `n_tokens` is the number that the same call stored. Free each list once. Like
+ * a string, a list is memory, not a handle. Does nothing for NULL.
  */
 ETKV_API void etkv_tokens_free(int64_t* tokens, size_t n_tokens);
 

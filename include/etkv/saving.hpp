@@ -26,7 +26,7 @@ struct SaveOptions {
 
 namespace detail {
 
-/// Borrows the options.
+/// Returns the options as the C struct, which points into `options`.
 inline etkv_save_options raw_of(const SaveOptions& options) {
   etkv_save_options raw = {};
   raw.struct_size = sizeof(raw);
@@ -36,7 +36,7 @@ inline etkv_save_options raw_of(const SaveOptions& options) {
   return raw;
 }
 
-/// Takes the token ids that a C function stores.
+/// Calls a C function that stores token ids, and returns these.
 template <typename Function, typename... Arguments>
 Result<std::vector<int64_t>> ask_tokens(
     Function function,
@@ -62,7 +62,7 @@ inline Result<void> save_cache(
   return detail::run(etkv_cache_save, cache.raw(), path.c_str(), &raw);
 }
 
-/// Replaces the contents of a cache by those of a file, and returns the token
+/// Replaces the contents of a cache with those of a file, and returns the token
 /// ids of the file; see etkv_cache_load.
 inline Result<std::vector<int64_t>> load_cache(
     Cache& cache,

@@ -19,21 +19,22 @@ extern "C" {
 /* ---- Sequences --------------------------------------------------------- */
 
 /**
- * A handle on a cache that many sequences share. Sequences have numbers from 0
+ * A handle to a cache that many sequences share. Sequences have numbers from 0
  * to 255. They need no creation: a sequence without positions is empty.
  *
  * Ranges of positions include `begin` and exclude `end`; INT32_MAX as the end
  * means all positions that follow. Calls that change the cache return
  * ETKV_ERROR_STEP while a step is open. Every call returns
- * ETKV_ERROR_INVALID_ARGUMENT for a number that is not 0 to 255, and for a
+ * ETKV_ERROR_INVALID_ARGUMENT for a sequence number outside 0 to 255, and for a
  * range that starts below 0 or ends before it starts.
  */
 typedef struct etkv_seq_cache etkv_seq_cache;
 
 /**
- * Stores a handle for sequences on the same cache, which the caller frees with
- * etkv_seq_cache_free(). The handle `cache` stays valid. ETKV_ERROR_KIND where
- * the cache has one sequence only; the message names its kind.
+ * Stores a new handle to the same cache, as a cache of several sequences. The
+ * caller frees the new handle with etkv_seq_cache_free(). The handle `cache`
+ * stays valid. ETKV_ERROR_KIND if the cache can hold only one sequence; the
+ * message names its kind.
  */
 ETKV_API etkv_status etkv_cache_as_seq(
     const etkv_cache* cache,
@@ -69,7 +70,7 @@ ETKV_API etkv_status etkv_seq_cache_begin_step(
  *                     tokens; each is at least 1, and their sum is
  *                     `n_sequences`.
  *
- * ETKV_ERROR_INVALID_ARGUMENT also where a token names a sequence twice.
+ * ETKV_ERROR_INVALID_ARGUMENT also if a token names a sequence twice.
  */
 ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
     etkv_seq_cache* cache,
@@ -92,8 +93,8 @@ etkv_seq_cache_cancel_step(etkv_seq_cache* cache, etkv_error** error);
  * No bytes move.
  *
  * ETKV_ERROR_POSITION if `target` has other cells at some of these positions,
- * or if layers with windows have dropped rows that its next query would see.
- * ETKV_ERROR_STEP where `target` carries a tree.
+ * or if layers with windows have dropped rows that the next query of `target`
+ * would see. ETKV_ERROR_STEP if `target` carries a tree.
  */
 ETKV_API etkv_status etkv_seq_cache_cp(
     etkv_seq_cache* cache,
@@ -108,8 +109,8 @@ ETKV_API etkv_status etkv_seq_cache_cp(
  * owns is free. A sequence without positions begins at 0 again. Removing all of
  * its positions removes its tree as well.
  *
- * ETKV_ERROR_STEP where the sequence carries a tree and some of its positions
- * would stay. ETKV_ERROR_POSITION where the sequence would continue below
+ * ETKV_ERROR_STEP if the sequence carries a tree and some of its positions
+ * would stay. ETKV_ERROR_POSITION if the sequence would continue below
  * etkv_seq_cache_rewindable_to().
  */
 ETKV_API etkv_status etkv_seq_cache_rm(
@@ -133,8 +134,9 @@ ETKV_API etkv_status etkv_seq_cache_len(
     etkv_error** error);
 
 /**
- * Stores the position of a sequence's next token: one past its last. If
- * positions at the front were removed, it is more than the number of positions.
+ * Stores the position of a sequence's next token: one past its last. If earlier
+ * positions were removed, it is more than the number of positions that the
+ * sequence holds.
  */
 ETKV_API etkv_status etkv_seq_cache_next(
     const etkv_seq_cache* cache,
@@ -191,7 +193,7 @@ typedef struct etkv_range {
  *                `room` of 0, to store `n` only.
  * @param n       receives the number of ranges.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than the number of ranges.
+ * ETKV_ERROR_INVALID_ARGUMENT if `room` is less than the number of ranges.
  */
 ETKV_API etkv_status etkv_seq_cache_positions(
     const etkv_seq_cache* cache,
@@ -209,7 +211,7 @@ ETKV_API etkv_status etkv_seq_cache_positions(
  *                   with a `room` of 0, to store `n` only.
  * @param n          receives the number of sequences, at most 256.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than their number.
+ * ETKV_ERROR_INVALID_ARGUMENT if `room` is less than their number.
  */
 ETKV_API etkv_status etkv_seq_cache_sequences(
     const etkv_seq_cache* cache,
@@ -230,13 +232,14 @@ etkv_seq_cache_compact(etkv_seq_cache* cache, etkv_error** error);
 
 /* ---- Trees of candidates ----------------------------------------------- */
 
-/** A handle on a cache whose sequences carry trees of candidates. */
+/** A handle to a cache whose sequences carry trees of candidates. */
 typedef struct etkv_tree_cache etkv_tree_cache;
 
 /**
- * Stores a handle for trees on the same cache, which the caller frees with
- * etkv_tree_cache_free(). The handle `cache` stays valid. ETKV_ERROR_KIND where
- * the cache carries no trees; the message names its kind.
+ * Stores a new handle to the same cache, as a cache with trees. The caller
+ * frees the new handle with etkv_tree_cache_free(). The handle `cache` stays
+ * valid. ETKV_ERROR_KIND if the cache cannot carry trees; the message names its
+ * kind.
  */
 ETKV_API etkv_status etkv_cache_as_tree(
     const etkv_cache* cache,
@@ -247,18 +250,19 @@ ETKV_API etkv_status etkv_cache_as_tree(
 ETKV_API void etkv_tree_cache_free(etkv_tree_cache* cache);
 
 /**
- * Appends a frontier of candidates to the tree after a sequence: the queries
- * of its next step. Each query sees the sequence, its ancestors and itself. A
- * node's position is the sequence's next position plus its depth.
+ * Appends a frontier of candidates to the tree after a sequence. These nodes
+ * are the queries of the sequence's next step. Each query sees the sequence,
+ * its ancestors and itself. A node's position is the sequence's next position
+ * plus its depth.
  *
  * @param sequence  the number of the sequence, 0 to 255.
  * @param parents   the parent of each of the `n_nodes` new nodes: the number of
  *                  an earlier node of the tree, over all its frontiers, or -1
  *                  for the sequence itself. Copied.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where `n_nodes` is 0 or a parent is no earlier
- * node, ETKV_ERROR_STEP where the last frontier has not run or a step is open,
- * and ETKV_ERROR_CAPACITY where the frontier does not fit.
+ * ETKV_ERROR_INVALID_ARGUMENT if `n_nodes` is 0 or if a parent is not an
+ * earlier node, ETKV_ERROR_STEP if the last frontier has not run or a step is
+ * open, and ETKV_ERROR_CAPACITY if the frontier does not fit.
  */
 ETKV_API etkv_status etkv_tree_cache_propose(
     etkv_tree_cache* cache,
@@ -270,13 +274,13 @@ ETKV_API etkv_status etkv_tree_cache_propose(
 /**
  * Adds a chain of candidates to the sequence, and removes the rest of its tree.
  *
- * @param accepted  the numbers of `n_nodes` nodes that ran, from a child of the
- *                  sequence down. NULL and 0 remove the whole
- *                  tree.
+ * @param accepted  the numbers of `n_nodes` nodes that ran: a child of the
+ *                  sequence, a child of that node, and so on. NULL and 0 remove
+ *                  the whole tree.
  *
- * ETKV_ERROR_INVALID_ARGUMENT if there is no tree, or the nodes are no chain of
- * nodes that ran. ETKV_ERROR_STEP while a step is open. If ETKV_ERROR_BACKEND
- * occurs after rows have moved, the cache is poisoned until it is cleared.
+ * ETKV_ERROR_INVALID_ARGUMENT if there is no tree, or if the nodes are not such
+ * a chain. ETKV_ERROR_STEP while a step is open. If ETKV_ERROR_BACKEND occurs
+ * after rows have moved, the cache is poisoned until it is cleared.
  */
 ETKV_API etkv_status etkv_tree_cache_commit(
     etkv_tree_cache* cache,

@@ -133,7 +133,7 @@ class SeqCache : public Cache {
     return detail::run(etkv_seq_cache_compact, raw_sequences());
   }
 
-  /// Returns the handle of the C interface. This object keeps its ownership.
+  /// Returns the handle of the C interface. This object still owns the handle.
   etkv_seq_cache* raw_sequences() const {
     return sequences_.get();
   }
@@ -209,7 +209,7 @@ class TreeCache : public SeqCache {
     return detail::ask<size_t>(etkv_tree_cache_len, raw_trees(), sequence);
   }
 
-  /// Returns the handle of the C interface. This object keeps its ownership.
+  /// Returns the handle of the C interface. This object still owns the handle.
   etkv_tree_cache* raw_trees() const {
     return trees_.get();
   }

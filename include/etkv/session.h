@@ -18,17 +18,17 @@ extern "C" {
 /* ---- Kinds ------------------------------------------------------------- */
 
 /*
- * The kind of a cache decides what it can do. It is fixed when the cache is
- * made.
+ * The kind of a cache decides what the cache can do. The kind is fixed when the
+ * cache is made.
  *
- *   "contiguous"  one growing sequence; the fastest kind for one
+ *   "contiguous"  one growing sequence; the fastest kind for one sequence
  *   "seq"         up to 256 sequences that share cells: forks, removal, batches
- *   "tree"        as "seq", with trees of candidates after sequences
+ *   "tree"        like "seq", and sequences can carry trees of candidates
  */
 
 /**
- * Calls `visit` once for each kind, in order of backend id and name. `context`
- * is passed on. The strings live as long as the call. Does nothing where
+ * Calls `visit` once for each kind, in order of backend id and name. `visit`
+ * receives `context`. The strings live as long as the call. Does nothing if
  * `visit` is NULL.
  */
 ETKV_API void etkv_kinds(
@@ -55,7 +55,7 @@ ETKV_API etkv_status etkv_session_new(
 
 /**
  * Frees the session and removes its key from the registry. Programs that are
- * bound to the cache keep it.
+ * bound to the cache keep the cache.
  */
 ETKV_API void etkv_session_free(etkv_session* session);
 
@@ -67,14 +67,14 @@ ETKV_API void etkv_session_free(etkv_session* session);
 ETKV_API const char* etkv_session_key(const etkv_session* session);
 
 /**
- * Returns a new handle on the session's cache, which the caller frees. Returns
- * NULL if `session` is no live handle.
+ * Returns a new handle to the session's cache. The caller frees the handle.
+ * Returns NULL if `session` is no live handle.
  */
 ETKV_API etkv_cache* etkv_session_cache(const etkv_session* session);
 
 /**
- * Stores a new handle for sequences on the session's cache, which the caller
- * frees. See etkv_cache_as_seq() for the errors.
+ * Stores a new handle to the session's cache, as a cache of several sequences.
+ * The caller frees the handle. See etkv_cache_as_seq() for the errors.
  */
 ETKV_API etkv_status etkv_session_seq(
     const etkv_session* session,
@@ -82,8 +82,8 @@ ETKV_API etkv_status etkv_session_seq(
     etkv_error** error);
 
 /**
- * Stores a new handle for trees on the session's cache, which the caller frees.
- * See etkv_cache_as_tree() for the errors.
+ * Stores a new handle to the session's cache, as a cache with trees. The caller
+ * frees the handle. See etkv_cache_as_tree() for the errors.
  */
 ETKV_API etkv_status etkv_session_tree(
     const etkv_session* session,
@@ -99,9 +99,9 @@ ETKV_API etkv_status etkv_session_tree(
 
 /**
  * Adds a cache under a key, for programs of this backend. The registry keeps
- * the cache until the key is erased. The caller keeps its handle.
+ * the cache until the key is erased. The caller still owns its handle.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where the key is taken or empty.
+ * ETKV_ERROR_INVALID_ARGUMENT if the key is taken or empty.
  */
 ETKV_API etkv_status etkv_registry_install(
     const char* key,
@@ -110,15 +110,15 @@ ETKV_API etkv_status etkv_registry_install(
     etkv_error** error);
 
 /**
- * Stores a handle on the cache under a key. The caller frees it.
- * ETKV_ERROR_NO_CACHE where there is none.
+ * Stores a handle to the cache that is registered under a key. The caller frees
+ * the handle. ETKV_ERROR_NO_CACHE if no cache has this key.
  */
 ETKV_API etkv_status
 etkv_registry_get(const char* key, etkv_cache** cache, etkv_error** error);
 
 /**
  * Removes a key. The cache lives on while it has other owners.
- * ETKV_ERROR_NO_CACHE where the key is unknown.
+ * ETKV_ERROR_NO_CACHE if the key is unknown.
  */
 ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
 

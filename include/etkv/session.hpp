@@ -98,7 +98,7 @@ class CacheSession {
   Face face_;
 };
 
-/// Makes a session of one growing sequence, for decoding a token a step.
+/// Makes a session of one growing sequence, for decoding one token per step.
 inline Result<CacheSession<Cache>> make_decode_session(
     const std::string& backend_id,
     const CacheConfig& config) {
@@ -124,7 +124,7 @@ inline Result<CacheSession<TreeCache>> make_tree_session(
 // ---- The registry ----------------------------------------------------------
 
 /// The process-wide registry: programs find their caches in it, by key.
-/// Sessions use it; call it only to choose the keys yourself.
+/// Sessions use it; call these functions only to choose the keys yourself.
 struct CacheRegistry {
   /// Adds a cache under a key, until the key is erased; see
   /// etkv_registry_install.
@@ -135,8 +135,8 @@ struct CacheRegistry {
     return detail::run(
         etkv_registry_install, key.c_str(), backend_id.c_str(), cache.raw());
   }
-  /// Returns a face on the cache under a key. ETKV_ERROR_NO_CACHE where there
-  /// is none.
+  /// Returns a face of the cache that is registered under a key.
+  /// ETKV_ERROR_NO_CACHE if no cache has this key.
   template <typename Face = Cache>
   static Result<Face> get(const std::string& key) {
     return detail::ask<etkv_cache*>(etkv_registry_get, key.c_str())

@@ -19,7 +19,7 @@ extern "C" {
 /* ---- The log ----------------------------------------------------------- */
 
 /*
- * Targets of log messages. A filter may set a level for each:
+ * Targets of log messages. A filter may set a level for each target:
  *
  *   etkv::core      caches: steps, growth, conversions, moves, rollbacks
  *   etkv::program   programs: loading, passes, forwards
@@ -35,7 +35,7 @@ enum {
   ETKV_LOG_ERROR = 1,
   /**
    * A program or a step is refused, a forward fails, a step is rolled back, or
-   * the conversion of `quantized_kv_start` fails.
+   * the conversion at `quantized_kv_start` fails.
    */
   ETKV_LOG_WARN = 2,
   /** A program is loaded, or a cache is converted. */
@@ -47,9 +47,9 @@ enum {
 };
 
 /**
- * Receives a message: one line of text. Its spans come first, then the text,
- * then its fields as `name=value`, as in `step{tokens=1 first=7 mask=none
- * read=8}: done took_us=412`.
+ * Receives a message: one line of text. The line has the spans of the message,
+ * then its text, then its fields as `name=value`, as in `step{tokens=1 first=7
+ * mask=none read=8}: done took_us=412`.
  *
  * The strings live as long as the call. etkv calls the callback on any thread,
  * on several threads at once, and while it holds the locks of a cache, of MLX
@@ -82,7 +82,7 @@ typedef void (*etkv_log_callback)(
  * @param user      passed to the callback; the host owns it.
  *
  * ETKV_ERROR_INVALID_ARGUMENT for a filter that is not in that syntax.
- * ETKV_ERROR_UNSUPPORTED where Rust code of this process has set a subscriber
+ * ETKV_ERROR_UNSUPPORTED if Rust code of this process has set a subscriber
  * of `tracing`, which receives the messages instead. ETKV_ERROR_STEP inside the
  * callback.
  */
@@ -97,9 +97,10 @@ ETKV_API etkv_status etkv_set_log_callback(
  * callback. This call and etkv_set_log_callback() replace each other.
  *
  * Use it in a host that runs programs while it holds a lock that its callback
- * would take. With a callback, such a host can deadlock: the thread with the
- * lock waits for MLX, and the callback, with MLX, waits for the lock.
- * ExecuTorch's Python module runs programs with Python's lock held.
+ * would take. With a callback, such a host can deadlock: the thread that holds
+ * the lock waits for MLX, while the callback runs on a thread that holds MLX
+ * and waits for the lock. ExecuTorch's Python module runs programs with
+ * Python's lock held.
  *
  * @param filter  as for etkv_set_log_callback().
  * @param most    the number of messages, at least 1;
@@ -115,7 +116,7 @@ etkv_log_keep(const char* filter, size_t most, etkv_error** error);
  *
  * @param json  receives a JSON list of objects, the oldest message first, with
  *              `level`, `target`, `message`, and `time` in seconds since 1970;
- *              NULL where there is none. The caller frees it with
+ *              NULL where there is none. The caller frees the string with
  *              etkv_string_free().
  */
 ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
@@ -129,8 +130,8 @@ ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
 
 /**
  * Stores a report of a cache: kind, length, sequences, formats, bytes and slots
- * by layer, config, whether a step is open, and why the cache is poisoned if it
- * is. Waits for a running step of a program. Returns ETKV_ERROR_INTERNAL for a
+ * by layer, config, whether a step is open, and, if the cache is poisoned, why.
+ * Waits for a running step of a program. Returns ETKV_ERROR_INTERNAL for a
  * cache in which a defect happened, as every call does.
  *
  * @param json  receives a JSON object, which the caller frees with

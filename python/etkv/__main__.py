@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, metavar="N", help="seed of sampling")
     generate.add_argument("--show-special", action="store_true", help="write the special tokens of the answer too")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
-    # Only for the list of commands: etkv.export parses its own arguments.
+    # This parser only adds the command to the list of commands: etkv.export parses its own arguments.
     commands.add_parser("export", help="export a model; the same as python -m etkv.export", add_help=False)
     return parser
 
@@ -162,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. Python flushes stdout at exit, which would fail again.
+        # The program that reads stdout closed the pipe, as `head` does. Python flushes stdout at exit, and the flush
+        # would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)

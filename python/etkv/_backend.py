@@ -1,11 +1,11 @@
 """Encodes and decodes text with a ``tokenizer.json``. All Python code uses this module.
 
-The runners follow the same rules in ``examples/tokenizer/src/backend.rs``. A test compares the two.
+The runners follow the same rules in ``examples/tokenizer/src/backend.rs``. A test compares the ids and texts of both.
 
 1. ``tokenizer.json`` determines the ids of a text. Its ``truncation`` and ``padding`` are ignored.
 2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (special tokens in a text are encoded as
    plain text) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
-3. A text that already begins with the BOS token gets no second one.
+3. A text that already begins with the BOS token gets no second BOS token.
 
 The exporter writes a ``tokenizer.json`` that gives the same ids as the model's own tokenizer in transformers.
 """
@@ -47,7 +47,7 @@ _log = logging.getLogger("etkv.tokenizer")
 
 
 class Backend:
-    """A tokenizer of the package ``tokenizers`` under the rules of this module. Raises :class:`EtkvError` only."""
+    """A tokenizer of the package ``tokenizers`` under the rules of this module. It raises only :class:`EtkvError`."""
 
     def __init__(self, tokenizer: Tokenizer, hf: Any) -> None:
         """Take ownership of ``tokenizer`` and modify it.
@@ -62,8 +62,8 @@ class Backend:
         even_for_bpe = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         if hf.clean_up_tokenization_spaces and (not is_bpe or even_for_bpe):
-            # Without a decoder, tokens would be joined with spaces. This decoder joins them with spaces too: no token
-            # has its prefix.
+            # Without a decoder, tokens would be joined with spaces. This decoder joins them with spaces too, because no
+            # token begins with its prefix.
             decoder = tokenizer.decoder or decoders.WordPiece(prefix="\uf8fe", cleanup=False)
             cleaning = [decoders.Replace(spaced, cleaned) for spaced, cleaned in _CLEAN_UP]
             tokenizer.decoder = decoders.Sequence([decoder, decoders.Fuse(), *cleaning])
@@ -140,7 +140,7 @@ def _short(ids: list[int]) -> str:
 
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
-    """Raise errors of ``tokenizers`` as :class:`EtkvError`. A Rust panic there is a ``BaseException``."""
+    """Raise errors of ``tokenizers`` as :class:`EtkvError`. A Rust panic in that package is a ``BaseException``."""
     try:
         yield
     except BaseException as error:

@@ -120,7 +120,7 @@ def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any]
         try:
             call(function, *arguments, array, room, n)
         except EtkvError:
-            # Another thread may have added values since.
+            # Another thread may have added values since they were counted. Then count again.
             call(function, *arguments, ffi.NULL, 0, n)
             if n[0] <= room:
                 raise

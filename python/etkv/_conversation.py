@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "\uf8fe"
-"""A private-use character that no text has. It encloses the index of a message. Mark and index replace the message's
-text.
+"""A private-use character that no text has. In a rendering with marks, the index of a message, enclosed in two of
+these characters, replaces the message's text.
 """
 
 
@@ -46,13 +46,13 @@ def _split(
 ) -> list[str | list[int]] | int | None:
     """Split ``text`` at the messages that are marked in ``marked``, the rendering with marks.
 
-    If the two renderings differ, return the index of the last marked message before the difference, or None if there
-    is no such message.
+    If the two renderings do not match, return the index of the last marked message before the mismatch, or None if
+    there is no such message.
     """
     # The pieces alternate: text, index of a message, text.
     before, *pieces = marked.split(_MARK)
     if len(pieces) % 2 or not all(number.isdecimal() and int(number) in kept for number in pieces[::2]):
-        # The template shortens messages, or a message contains the mark.
+        # The template cut a mark off, or a message contains the mark character.
         return None
     last = int(pieces[0]) if pieces else None
     if not text.startswith(before):

@@ -39,7 +39,7 @@ class DeviceAnswer:
         try:
             return cls(ask("etkv_generation_new", "etkv_generation*", session._raw(), c_prompt, 1, options))
         except (KindError, UnsupportedError):
-            # The host chooses for a CPU program, and for a program with extra inputs.
+            # The host chooses the tokens of a CPU program, and of a program with extra inputs.
             return None
 
     def read_prompt(self) -> int:

@@ -1,7 +1,7 @@
 """Finds and loads the native libraries, and the MLX and ExecuTorch libraries that they need.
 
 libetkv and libetkv_mlx_backend contain no path to MLX or ExecuTorch. This module first loads both from the installed
-packages. So the process has one copy of each, which ``import mlx`` and ``import executorch`` use too.
+packages. So the process has one copy of each library, which ``import mlx`` and ``import executorch`` use too.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def backends() -> str:
 def runtime() -> types.ModuleType:
     """Import ExecuTorch's runtime, without its exporter if possible. Return its extension module.
 
-    The runtime imports one class from a package whose import loads the whole exporter, which takes 3 of 4 seconds.
+    The runtime imports one class from a package whose import loads the whole exporter. Loading the exporter takes 3 of
+    the 4 seconds of the import.
     """
     name = "executorch.exir._warnings"
     import executorch  # A namespace package.
@@ -120,8 +121,8 @@ def runtime() -> types.ModuleType:
         return importlib.import_module(_EXTENSION)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # The import statement in the runtime takes the class from these two places. They are empty again afterwards, so
-    # that an import of the exporter loads all of it.
+    # The import statement in the runtime takes the class from these two places. They are emptied again afterwards, so
+    # that a later import of the exporter loads all of the exporter.
     package = types.SimpleNamespace(_warnings=module)
     sys.modules[name], executorch.exir = module, package
     try:
@@ -147,7 +148,7 @@ def go_first() -> None:
 def _delegate() -> None:
     _require("executorch", EXECUTORCH_VERSION, "pip install executorch==%s")
     etkv()
-    # The extension module finds this copy too. Loading it needs no torch.
+    # The extension module finds this copy too. Loading this copy needs no torch.
     _load(_libexecutorch())
     _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
 

@@ -75,7 +75,7 @@ def follow_environment(setting: str) -> None:
 
 logging.getLogger("etkv").addHandler(logging.NullHandler())
 follow_environment(os.environ.get("ETKV_LOG", ""))
-# torch warns about torchao's own code when torchao is imported. A user of etkv cannot change that code.
+# When torchao is imported, torch warns about code of torchao. A user of etkv cannot change that code.
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda record: "register_constant() on Enum subclasses" not in record.getMessage()
 )

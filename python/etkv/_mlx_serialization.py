@@ -2,7 +2,7 @@
 
 ExecuTorch's build generates them from ``schema.fbs``: ``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer
 classes under ``_generated`` and ``_generated_inspector``. The Linux wheel ships the MLX ahead-of-time code without
-them, so ``import executorch.backends.mlx`` fails there.
+these modules, so ``import executorch.backends.mlx`` fails there.
 
 :func:`ensure_available` generates them with the wheel's own generator and ``flatc``, from the wheel's schema and the
 nodes of ``mlx_nodes.fbs``. It writes them to a folder in the user's cache. The name of the folder contains a digest of

@@ -1,7 +1,8 @@
 """Refuses a ``tokenizer.json`` whose steps together lengthen a text too much.
 
-The runners have the same rule in ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for one
-doubles a text, and forty such steps exhaust the memory of a process. So the growth is checked before the file is used.
+The runners have the same rule in ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for each
+character doubles a text, and forty such steps exhaust the memory of a process. So the growth is checked before the file
+is used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def checked(path: Path) -> Any:
-    """Return the parsed ``tokenizer.json``. Return None if it is not JSON: the code that loads it raises the error.
+    """Return the parsed ``tokenizer.json``. Return None if it is not JSON: the code that loads the tokenizer later
+    raises the error.
 
     Raises :class:`EtkvError` for a tokenizer that lengthens texts too much.
     """

@@ -12,7 +12,7 @@ from etkv.recurrent_layer import KINDS, RecurrentLayer
 
 
 def raw_config(config: CacheConfig) -> tuple[Any, Any]:
-    """Return ``config`` as the C struct, and the objects that must live while it is used."""
+    """Return ``config`` as the C struct, and the objects that must live while the struct is used."""
     if not isinstance(config, CacheConfig):
         raise EtkvError(f"config is {config!r}, expected a CacheConfig")
     lib()

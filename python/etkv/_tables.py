@@ -1,5 +1,5 @@
-"""Reads the constants of an exported ``.pte`` from its tables, without torch and ExecuTorch, whose import takes a
-second.
+"""Reads the constants of an exported ``.pte`` from its tables. Imports neither torch nor ExecuTorch, because that takes
+a second.
 
 A constant is a method without inputs, delegates and instructions. Its outputs are numbers, strings, and
 one-dimensional tensors of integers. The tables are the flatbuffers of ExecuTorch's ``program.fbs``.

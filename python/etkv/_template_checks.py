@@ -151,7 +151,7 @@ def _number(bits: int) -> None:
 
 
 def step(parts: int) -> None:
-    """Charge one run of the body of a loop or a macro, and the overhead of the run. The body has ``parts`` nodes."""
+    """Charge one run of the body of a loop or a macro, with its overhead. The body has ``parts`` nodes."""
     _budget().step(parts + 16)
 
 
@@ -186,7 +186,7 @@ def searched(value: Any) -> Any:
 
 def same(value: Any) -> Any:
     """Return the operand of a filter unchanged. jinja2 runs a filter of a constant at compile time, outside of the
-    budget, but it does not run a filter of a call."""
+    budget. It does not do so for the result of a call, so this call encloses the constant."""
     return value
 
 

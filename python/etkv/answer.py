@@ -81,11 +81,11 @@ def stream_generate(
     ``prompt`` is a text, or token ids such as :meth:`Tokenizer.apply_chat_template` returns. :meth:`Tokenizer.encode`
     encodes a text. ``options`` are those of :func:`generate_tokens`. If the program has no eos token ids, the eos token
     ids of the tokenizer end the answer. Special tokens of the answer, such as those around a tool call, are in its text
-    unless ``skip_special_tokens``.
+    unless ``skip_special_tokens`` is set.
 
     With a ``prefix_cache``, ``prompt`` is the whole text. The cache of ``program`` is cleared, and continues from the
     longest prefix of the prompt in the prefix cache. The contents of the cache are added to the prefix cache when the
-    answer ends and, if layers have windows, when the prompt ends. ``fingerprint`` identifies the model; None for
+    answer ends and, if layers have windows, when the prompt ends. ``fingerprint`` identifies the model; None stands for
     :func:`etkv.fingerprint` of the program. If the prefix cache fails, the answer goes on without it, and the log has
     a warning.
 

@@ -126,12 +126,12 @@ class Cache:
         return ask("etkv_cache_reachable", "int32_t", self._raw(), int32(position, "position"))
 
     def mark(self, position: int) -> int:
-        """Make a checkpoint of the only sequence at ``position``. Return its position, or 0 without a checkpoint.
+        """Make a checkpoint of the only sequence at ``position``. Return the checkpoint's position, or 0 for none.
 
         If the sequence can be rewound to ``position``, the checkpoint exists at once. Otherwise it is made when a step
         reaches the position. In a cache with recurrent layers, the checkpoint's position is rounded down to a
-        multiple of 64. If there is no room, the least useful checkpoint is dropped. Removing the text before a
-        checkpoint drops the checkpoint too.
+        multiple of 64. If there is no room for another checkpoint, the least useful one is dropped. Removing the text
+        before a checkpoint drops the checkpoint too.
 
         Raises :class:`~etkv.PositionError` if ``position`` is negative or can no longer be reached,
         :class:`~etkv.EtkvError` if the cache holds several sequences, and :class:`~etkv.UnsupportedError` for a
@@ -140,11 +140,11 @@ class Cache:
         return ask("etkv_cache_mark", "int32_t", self._raw(), int32(position, "position"))
 
     def mark_turn(self, end: int) -> None:
-        """Mark the begin and the end of a turn's prompt, before the prompt runs.
+        """Mark the start and the end of a turn's prompt, before the prompt runs.
 
-        Later requests of the chat can then continue from there, even if they change the answer or the first message of
-        the prompt. ``end`` is the length of the sequence after the prompt. Does nothing for a model without recurrent
-        layers.
+        Later requests of the chat can then continue from these two positions, even if they change the answer or the
+        first message of the prompt. ``end`` is the length of the sequence after the prompt. Does nothing for a model
+        without recurrent layers.
         """
         call("etkv_cache_mark_turn", self._raw(), int32(end, "end"))
 
@@ -152,13 +152,13 @@ class Cache:
         """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return that length.
 
         Call it for a text that shares its first ``length`` tokens with the cache. If the returned length is below
-        ``length``, run the tokens between again. The method marks ``length``, so the next text that differs from the
-        cache at this position runs fewer tokens.
+        ``length``, run the tokens between the two lengths again. The method marks ``length``, so the next text that
+        differs from the cache at this position runs fewer tokens.
         """
         return ask("etkv_cache_rewind_to_reachable", "int32_t", self._raw(), int32(length, "length"))
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
-        """Convert stored and later rows to other formats. The formats apply until the cache is cleared."""
+        """Convert the stored rows to other formats. Later rows get these formats too, until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
         call("etkv_cache_convert", self._raw(), encoded(k_format, "k_format"), encoded(v_format, "v_format"))
 
@@ -170,8 +170,8 @@ class Cache:
     def save(self, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = "") -> None:
         """Write the contents to a file: rows in their storage format, positions, sequences and trees, and ``tokens``.
 
-        An older file stays until the new file is complete and on the disk. ``fingerprint`` identifies the model, such
-        as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be written.
+        An older file stays until the new file is complete and on the disk. ``fingerprint`` identifies the model; it can
+        be :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be written.
         """
         options, _keep = text_options(tokens, fingerprint)
         call("etkv_cache_save", self._raw(), encoded_path(path), options)
@@ -330,7 +330,7 @@ class SeqCache(Cache):
 
         Other sequences do not change. Raises :class:`~etkv.EtkvError` if ``sequence`` holds positions or candidates,
         :class:`~etkv.CapacityError` if the free cells are too few, and :class:`~etkv.CacheFileError` as :meth:`load`
-        does, and for values that are not finite. After an error the contents are unchanged.
+        does. A file with values that are not finite also raises it. After an error the contents are unchanged.
         """
         number = int32(sequence, "sequence")
         model = encoded(fingerprint, "fingerprint")

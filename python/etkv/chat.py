@@ -36,7 +36,7 @@ class Reuse:
 
     @property
     def run_again(self) -> int:
-        """Number of tokens that matched and ran again nevertheless."""
+        """Number of tokens that were in a cache and nevertheless ran again."""
         return self.matched - self.restored
 
     @property
@@ -72,11 +72,12 @@ class Chat:
 
         ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat
         continues from prefixes of other chats, and adds the text of each completed turn. If layers have windows, it
-        also adds the prompt of each turn: the next turn continues from there if its tokens differ within the answer.
+        also adds the prompt of each turn. If the next turn's tokens differ within the answer, the turn continues from
+        the end of this prompt.
         With a ``prefix_store`` the chat loads the stored prefix of its text, and stores each completed turn.
-        ``fingerprint`` identifies the model; None for :func:`etkv.fingerprint` of the program. If a store or a prefix
-        cache fails, the chat goes on without it, and the log has a warning. Answers have special tokens in their text,
-        such as those around a tool call, unless ``skip_special_tokens``.
+        ``fingerprint`` identifies the model; None stands for :func:`etkv.fingerprint` of the program. If a store or a
+        prefix cache fails, the chat goes on without it, and the log has a warning. Answers have special tokens in
+        their text, such as those around a tool call, unless ``skip_special_tokens`` is set.
 
         Raises :class:`EtkvError` if ``program`` has no cache or a cache of another type, for a ``prefix_store`` or a
         ``prefix_cache`` with a :class:`GraphCache`, and for both together: pass the store to the prefix cache instead.
@@ -113,7 +114,7 @@ class Chat:
             raise
         finally:
             if self.messages[before:] == [question]:
-                # The answer did not begin. Some templates refuse a question without an answer.
+                # The answer did not begin. Remove the question: some templates refuse a question without an answer.
                 del self.messages[before:]
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
@@ -162,14 +163,16 @@ class Chat:
         return ids_of
 
     def _mark_messages(self, ids: list[int], answers: dict[int, list[int]]) -> None:
-        """Mark where each message after the last answer begins: a later request may change it, and other chats may
-        have the messages before it, such as the system message. ``answers`` are the ids of unchanged answers.
+        """Mark where each message after the last answer begins. A later request may change the message, and other
+        chats may share the messages before it, such as the system message. ``answers`` are the ids of unchanged
+        answers.
         """
         if isinstance(self._cache, GraphCache) or self._cache.n_recurrent_layers == 0:
             return
         answered = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         for number in range(max([*answered, 0]) + 1, len(self.messages)):
-            # Templates may refuse the messages before it alone. So find it as the common prefix of two conversations.
+            # A template may refuse the messages before this message alone. So render two conversations that differ in
+            # this message only. Their common prefix ends where the message begins.
             before, message = self.messages[:number], self.messages[number]
             others = ([*before, {**message, "content": text}] for text in ("a", "1"))
             with contextlib.suppress(EtkvError):

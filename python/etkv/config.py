@@ -45,8 +45,8 @@ class LayerConfig:
     window.
     """
     dtype: Dtype | None = None
-    """The dtype of keys and values in the program; None if it is unknown. It is the storage format if the config has
-    none.
+    """The dtype of keys and values in the program; None if it is unknown. It is the storage format if the config names
+    no format.
     """
     values_in_keys: bool = False
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
@@ -115,8 +115,8 @@ class CacheConfig:
     """The format of keys, by name. None for the dtype of the layers, or ``f16`` if that is unknown.
     :attr:`etkv.Cache.formats` has the format in use."""
     v_format: str | None = None
-    """The format of values, by name; None as for keys. If the values of all layers are in their keys, it is None or
-    the format of keys.
+    """The format of values, by name. None has the same meaning as in ``k_format``. If the values of all layers are in
+    their keys, this field is None or the format of keys.
     """
     max_step_tokens: int = 0
     """Maximum tokens of one step if layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
@@ -127,7 +127,8 @@ class CacheConfig:
     quantized_kv_start: int = 0
     """Number of positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
     float_format: str | None = None
-    """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
+    """The float format of keys and values before ``quantized_kv_start``. None has the same meaning as in
+    ``k_format``."""
     recurrent_layers: Sequence[RecurrentLayer] = ()
     """One :class:`etkv.Convolution` or :class:`etkv.Recurrence` for each recurrent layer, in the order of their ids.
     Recurrent layers have ids of their own, from 0. If this field is empty and ``layers`` were read from a program,

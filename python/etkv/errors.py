@@ -29,8 +29,8 @@ class Status(IntEnum):
 class EtkvError(ValueError):
     """An error that the caller can correct: the message names the value and its limit, in one line.
 
-    ``status`` is its number in ``etkv.h``. The commands of this package print the message to stderr and end with
-    status 2.
+    ``status`` is the error's number in ``etkv.h``. The commands of this package print the message to stderr and end
+    with exit status 2.
     """
 
     status: Status = Status.INVALID_ARGUMENT
@@ -116,7 +116,7 @@ def first_line(error: BaseException) -> str:
     A line that ends in a colon announces the next one, which is then appended.
     """
     if isinstance(error, KeyError) and len(error.args) == 1:
-        # Its message is only the key.
+        # The message of a KeyError is only the key.
         return f"{error.args[0]!r} is missing or unknown"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     made = lines[0] if lines else type(error).__name__

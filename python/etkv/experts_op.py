@@ -32,7 +32,7 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 class Activation:
     """The function between the two products of an expert.
 
-    Without a gate, it is the activation ``name`` of each element. With a gate::
+    Without a gate, it applies the activation ``name`` to each element. With a gate it is::
 
         gate = min(gate, limit)
         up = min(max(up, -limit), limit)
@@ -96,7 +96,7 @@ def routed_experts(
         first_group: the number of these weights that share a scale, or 0.
         second_format: the format of the second products' weights.
         second_group: the number of these weights that share a scale, or 0.
-        activation: the name of :class:`Activation`. The arguments after it are the other fields.
+        activation: the ``name`` of an :class:`Activation`. The arguments after it are the activation's other fields.
 
     Returns:
         ``[T, hidden]`` in the dtype of ``x``.

@@ -64,8 +64,8 @@ def generate_tokens(
 ) -> Generation:
     """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
-    The cache, :attr:`Program.cache`, is that of the session, or is in the program's graph. ``prompt`` is appended to
-    the positions in the cache. ``sequence`` is the sequence to continue, if the session has several. ``eos_token_ids``
+    The cache, :attr:`Program.cache`, is that of the session, or is in the program's graph. ``prompt`` continues the
+    text that the cache holds. ``sequence`` is the sequence to continue, if the session has several. ``eos_token_ids``
     end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
 
     ``logit_bias`` maps token ids to values that are added to their logits; minus infinity forbids a token.
@@ -76,8 +76,8 @@ def generate_tokens(
     ``seed`` gives the same answer.
 
     With an MLX program the device chooses each token and decodes asynchronously: the next step starts before Python
-    requests its token. A CPU program, and a program with its cache in its graph, run step by step. The answers are the
-    same.
+    requests its token. A CPU program, and a program with its cache in its graph, run step by step. Both ways give the
+    same answers.
 
     Nothing runs before the first token is requested. A ``break``, :meth:`Generation.cancel` and an interruption
     (Ctrl-C) leave the cache usable: it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer.
@@ -135,8 +135,8 @@ class Generation(Iterator[int]):
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
         self.before_last: Callable[[], None] | None = None
-        """A function that is called after the prompt has run except for its last token. Set it before the first token
-        is requested."""
+        """A function that is called when all tokens of the prompt except the last have run. Set it before the first
+        token is requested."""
         self._start: int | None = None
         self._ran = 0
         """Number of tokens of prompt and answer that ran."""
@@ -167,8 +167,8 @@ class Generation(Iterator[int]):
 
     @property
     def read_tokens(self) -> int:
-        """Number of tokens of the prompt in the cache: all tokens after the answer has begun, and before that all
-        except the last at most.
+        """Number of tokens of the prompt in the cache. After the answer has begun, these are all tokens. Before
+        that, they are at most all tokens except the last.
         """
         return 0 if self._start is None else max(0, min(self._next() - self._start, self.prompt_tokens))
 
@@ -233,7 +233,8 @@ class Generation(Iterator[int]):
                     return
                 self.before_last()
                 prompt = prompt[-1:]
-            # The device knows only the tokens that it runs. A repetition penalty also counts tokens that ran before.
+            # The device knows only the tokens that it runs in this answer. A repetition penalty also counts tokens that
+            # ran before the answer.
             on_device = len(recent) <= len(prompt) or self._sampling.repetition_penalty == 1.0
             answer = self._on_device(prompt) if on_device else None
             # These are functions of the class, because a bound method would keep the object alive.
@@ -267,8 +268,8 @@ class Generation(Iterator[int]):
         return self._cancelled
 
     def _undo(self, error: BaseException) -> None:
-        """Roll back the tokens that ran without yielding a next token. If the prompt was interrupted, roll back only
-        its last token.
+        """Roll back the tokens that ran, but whose next token was not yielded. If the prompt was interrupted, roll back
+        only its last token.
         """
         if isinstance(error, PositionError):
             # The cache was changed by another caller, whose positions stay.

@@ -114,7 +114,8 @@ def _refusal(payloads: list[bytes]) -> str | None:
 
 
 def _runs_here(described: dict[str, Any], file: PteFile, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the versions of this build, and whether it runs the program. ``why`` is the reason or a condition.
+    """Return the versions of this build, and whether it runs the program. ``why`` is the reason why it does not, or
+    the condition under which it does.
 
     Operators that begin with one of ``known`` are left out of the condition: every runtime of such programs has them.
     """
@@ -203,7 +204,7 @@ def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
         return
     for layer, same in itertools.groupby(contents["layers"]):
         yield f"cache: {_layers_text(len(list(same)))} of {_layer_text(layer)}"
-    # Convolutions and recurrences alternate, so equal layers are counted instead of adjacent ones.
+    # Convolutions and recurrences alternate. So this counts all equal layers, not only adjacent ones.
     for layer_text, n in Counter(map(_recurrent_layer_text, contents.get("recurrent_layers", ()))).items():
         yield f"cache: {_layers_text(n, 'recurrent ')}: {layer_text}"
     for name, size in contents["cache"]["bytes"].items():
@@ -272,7 +273,7 @@ def _bytes(n: float) -> str:
 
 
 def instruction_lines(described: dict[str, Any]) -> Iterator[str]:
-    """Yield each instruction with its fields, one a line. ``t7`` is tensor 7, and ``v2`` is integer slot 2."""
+    """Yield a line for each instruction, with its fields. ``t7`` is tensor 7, and ``v2`` is integer slot 2."""
     for label, chain in (("at load", "instructions_at_load"), ("a step", "instructions")):
         yield f"instructions {label}:"
         for index, instruction in enumerate(described[chain]):

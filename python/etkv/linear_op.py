@@ -1,7 +1,7 @@
 """``etkv::linear`` and ``etkv::embedding``: products with packed weights, and rows of packed embeddings.
 
-In a CPU program a delegate runs them, see ``crates/etkv-cpu/src/linear/``. The output head of a model and its embedding
-may share weights. In plain PyTorch both ops unpack the weights.
+In a CPU program a delegate runs both ops, see ``crates/etkv-cpu/src/linear/``. The output head of a model and its
+embedding may share weights. In plain PyTorch both ops unpack the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ linear.register_fake(lambda x, weights, bias, weight_format, group_size, rows: x
 def compute(
     x: Tensor, weights: Tensor, bias: Tensor | None, fmt: WeightFormat, rows: int, *, rounds: bool = True
 ) -> Tensor:
-    """Return the outputs of :func:`linear`. Without ``rounds``, inputs are not rounded for integer weights."""
+    """Return the outputs of :func:`linear`. Unless ``rounds`` is set, inputs are not rounded, even for integer
+    weights."""
     inputs = x.float()
     if rounds and fmt.group_size:
         inputs = rounded(inputs, fmt.group_size)

@@ -1,4 +1,4 @@
-"""Bytes of caches: what they hold and will hold, and the memory budget of the process."""
+"""Bytes of caches: the bytes that they hold now, the bytes that they will hold, and the process's memory budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Memory:
     allocated: int
     """Bytes of all buffers."""
     used: int
-    """The part of these bytes that positions use."""
+    """Bytes of the buffers that positions use, a part of ``allocated``."""
     at_capacity: int
     """Maximum bytes that the cache can hold."""
     layers: tuple[LayerMemory, ...]
@@ -66,16 +66,16 @@ class MemoryBudget:
     """Present bytes of the buffers. While a step grows buffers or a conversion replaces them, old and new buffers
     count."""
     peak: int
-    """Maximum bytes so far, including bytes that a step reserved and rolled back."""
+    """The maximum of ``held`` so far, including bytes that a step reserved before it was rolled back."""
     n_caches: int
     """The number of caches, including empty ones."""
 
 
 def set_memory_budget(limit: int | None) -> None:
-    """Limit the bytes of the buffers of all caches in this process, of every backend, or remove the limit (``None``).
+    """Limit the bytes of the buffers of all caches in this process, of every backend. ``None`` removes the limit.
 
-    A cache that allocates upfront, a growing step, a conversion or a load that would exceed the limit raises
-    :class:`EtkvError` with the status ``BACKEND``, and changes nothing. A limit below the present bytes is no error:
+    Creating a cache that allocates upfront, a growing step, a conversion or a load raises :class:`EtkvError` with the
+    status ``BACKEND`` if it would exceed the limit, and changes nothing. A limit below the present bytes is no error:
     caches keep their buffers, and cannot grow until enough is free. Weights, and memory that MLX keeps for reuse, do
     not count.
 
@@ -109,10 +109,10 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
     and on several threads at once. The callback may close sessions, and clear other caches with ``release``. Its
     calls on a cache in use do not wait: they raise :class:`EtkvError` with the status ``STEP``. The cache that needs
     memory is always in use. The callback returns the bytes that it freed, or ``None``. The value is only logged. An
-    exception is logged too, and does not fail the library call.
+    exception of the callback is logged too, and does not fail the library call.
 
     The callback needs Python's lock. A thread that runs a program in ExecuTorch's own runtime holds this lock. So
-    this thread must not use a cache that another thread uses at the same time.
+    such a thread must not use a cache that another thread uses at the same time.
     """
     global _memory_callback
 

@@ -2,8 +2,8 @@
 
 ``etkv_metadata_read`` in ``include/etkv/metadata.h`` documents the facts, and the native library has the rules for
 reading them. The writer needs no library, because an export runs without it. The capacity and the storage format are
-not in the metadata, because the application chooses them. The default storage format is the dtype. If the dtype is
-absent, it is that of the program's first output, the logits.
+not in the metadata, because the application chooses them. The default storage format is the dtype in the metadata. If
+the metadata has no dtype, the dtype of the program's first output, the logits, applies.
 """
 
 from __future__ import annotations

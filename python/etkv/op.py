@@ -8,8 +8,8 @@ on the active reference cache::
         logits = model(tokens, positions)
 
 ExecuTorch has an op of the same name and signature. If ExecuTorch's op is registered first, it stays. Otherwise this
-module registers its own op, and ExecuTorch's op replaces it if it is imported later. In both cases this module also
-registers a kernel for each device, which takes precedence over the op's own kernel. The kernel uses the cache of
+module registers its own op, and ExecuTorch's op replaces this op if it is imported later. In both cases this module
+also registers a kernel for each device, which takes precedence over the op's own kernel. The kernel uses the cache of
 :func:`active`. Without an active cache it calls ExecuTorch's op. The kernel also keeps the dispatcher's entry alive
 while the op is replaced, so graphs that were traced before still run.
 """
@@ -105,7 +105,7 @@ def update_and_attend(
 
     Args:
         q: ``[1, n_heads, q_len, head_dim]``, with rotary embeddings applied.
-        k: ``[1, n_kv_heads, q_len, head_dim]``, likewise; ``n_heads`` is a multiple of ``n_kv_heads``.
+        k: ``[1, n_kv_heads, q_len, head_dim]``, also rotated; ``n_heads`` is a multiple of ``n_kv_heads``.
         v: ``[1, n_kv_heads, q_len, v_head_dim]``.
         position: int32 or int64, ``[q_len]`` or ``[q_len, n]``. The first of n components is the position in
             the sequence. The others are for rotary embeddings; the cache ignores them.
@@ -192,8 +192,8 @@ def _without_cache(
 
 
 def positions_of(owner: OpCache | RecurrentState, position: Tensor, n_tokens: int | None) -> list[int]:
-    """Returns the positions of a step's tokens. Refuses a count other than ``n_tokens``, unless ``n_tokens`` is
-    None. A refusal rolls back the forward of ``owner``.
+    """Returns the positions of a step's tokens. Refuses another number of positions than ``n_tokens``, unless
+    ``n_tokens`` is None. A refusal rolls back the forward of ``owner``.
     """
     try:
         return _positions(position, n_tokens)
@@ -223,7 +223,7 @@ def _register() -> tuple[object, ...]:
         ours.register_fake(_fake)
         # If another op is registered under the name, torch removes the op objects of this library's definitions from
         # torch.ops, and creates new objects. Tracers still get the old objects from the dispatcher, so a search for
-        # the op in a graph would fail. Without listed definitions, the op keeps its object.
+        # the op in a graph would fail. So this empties the library's list of definitions: then the op keeps its object.
         getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
         held.append(ours)
     overload = torch.library.Library("kvcache", "FRAGMENT")

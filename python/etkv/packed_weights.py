@@ -11,20 +11,21 @@ interleaved, so that a vector register gets one element of each row.
     of row 0, then four codes of row 1, and so on. Codes of 4 bits are ``[group / 8, 16, 4]`` bytes, which hold eight
     codes of each row: byte ``j`` has code ``j`` in its lower half and code ``j + 4`` in its upper half.
 ``int8_float16``, ``int8_float32``, ``int4_float16``, ``int4_float32``
-    The same with scales in float16 or float32, for published weights whose scales are not exact in bfloat16.
+    The same as ``int8`` and ``int4``, with scales in float16 or float32: for published weights whose scales are not
+    exact in bfloat16.
 ``int8_bfloat16_biased``, ``int8_float16_biased``, ``int8_float32_biased``, and the same of ``int4``
     The 16 scales of a group, 16 biases of the same dtype, and the codes. A weight is its scale times its code, rounded
     to float32, plus the bias.
 ``int8_nested``, ``int4_nested``
-    The same with scales and biases that are a byte times a factor, as in GGUF's ``Q4_K``: uint8
-    ``[tiles, in / group / 8, bytes]``. Eight groups have 16 factors of scales and 16 factors of biases in float16, and
-    each group has 16 bytes of scales, 16 bytes of biases, and its codes.
+    The same as the formats with biases, but each scale and each bias is a byte times a factor, as in GGUF's ``Q4_K``:
+    uint8 ``[tiles, in / group / 8, bytes]``. Eight groups have 16 factors of scales and 16 factors of biases in
+    float16, and each group has 16 bytes of scales, 16 bytes of biases, and its codes.
 ``fp4``
     The same as ``int4`` with 4-bit floats (E2M1) as codes, as in ``mxfp4``. A weight is its scale times twice the value
     of its code.
 
-The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
-gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
+The matrices of all experts of a layer are ``[experts, tiles, ..]``. In them the tiles of a gate alternate with the
+tiles of the product that it gates: a tile of the gate, then the tile of the same rows of the other matrix.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class WeightFormat:
         if self.name in _FLOATS:
             return tiles.transpose(1, 2).to(_FLOATS[self.name])
         groups = tiles.unflatten(2, (-1, self.group_size))
-        # The weight of the largest magnitude gets the code of the largest magnitude, which is negative.
+        # The weight of the largest magnitude gets the code of the largest magnitude. This code is negative.
         least, most = groups.aminmax(dim=3)
         extreme = torch.where(-least >= most, least, most)
         if not bool(torch.isfinite(extreme).all()):

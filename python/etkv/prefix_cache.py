@@ -1,4 +1,5 @@
-"""Prefixes in memory, found by their texts, so that a cache reuses a text that another cache has read."""
+"""Prefixes in memory, found by their texts, so that a cache can reuse the rows of a text that another cache has
+read."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class PrefixPin:
 
 
 class PrefixCache:
-    """Prefixes by the fingerprint of the model, the layers and formats of the cache, and the token ids of the text.
+    """Prefixes, found by the fingerprint of the model, the layers and formats of the cache, and the text's token ids.
 
     Any number of threads may use it. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or another string
     that identifies the model.
@@ -94,9 +95,9 @@ class PrefixCache:
     def keep(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Keep the contents of a cache. ``tokens`` are its text. Return whether the text is then in memory.
 
-        It is not in memory if its rows exceed ``max_bytes``, or if :meth:`Cache.convert` was called on the cache. The
-        cache is attached to the new prefix. An older prefix whose text is the beginning of ``tokens`` is removed if the
-        new prefix can replace it.
+        The text is not in memory if its rows exceed ``max_bytes``, or if :meth:`Cache.convert` was called on the cache.
+        The cache is attached to the new prefix. An older prefix whose text is the beginning of ``tokens`` is removed if
+        the new prefix can replace it.
 
         Raises :class:`~etkv.EtkvError` unless the cache holds exactly the positions of ``tokens``, in sequence 0 and
         without candidates. Raises what :meth:`Cache.freeze` raises.
@@ -107,10 +108,11 @@ class PrefixCache:
     def prefetch(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Let a background thread read the longest prefix of ``tokens`` in the store into memory.
 
-        A later :meth:`attach` of a cache with the config of ``cache`` then finds it. Does not wait. Returns whether the
-        text was queued. It is not queued if all of it is in memory, if there is no store, or if the queue has 16
-        texts already. :meth:`statistics` counts reads that fail, for example for lack of memory. For a minute after a
-        read, :meth:`attach` does not query the store for the text as long as the text is in memory.
+        A later :meth:`attach` of a cache with the config of ``cache`` then finds this prefix in memory. Does not wait
+        for the read. Returns whether the text was queued. A text is not queued if all of it is in memory, if there is
+        no store, or if the queue has 16 texts already. :meth:`statistics` counts reads that fail, for example for lack
+        of memory. For a minute after a read, :meth:`attach` does not query the store for the text as long as the text
+        is in memory.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_prefetch", "bool", self._prefixes, cache._raw(), options)

@@ -16,7 +16,7 @@ BLOCK = 64
 class RecurrentLayer:
     """The facts about a recurrent layer that its cache needs: a :class:`Convolution` or a :class:`Recurrence`.
 
-    The sizes of the other kind are 0. Layers with equal facts are equal.
+    The sizes that only the other kind has are 0. Layers with equal facts are equal.
 
     For each sequence, a convolution keeps the ``channels`` inputs of the last ``width`` - 1 tokens. A recurrence keeps
     a state of ``k_dim`` times ``v_dim`` elements for each of ``heads`` heads. Several heads share one of ``k_heads``

@@ -48,8 +48,8 @@ def register_backend() -> str:
     """Register etkv's delegates with the installed ExecuTorch's runtime, in this process. A second call does nothing.
 
     Returns the id of the backend that runs MLX programs on etkv's caches: ``MLXBackend``, or ``EtkvForMLX`` if
-    ExecuTorch's own MLX backend was registered before. On macOS an earlier ``import executorch.runtime`` registers it.
-    :func:`load` works with both.
+    ExecuTorch's own MLX backend was registered before. On macOS ``import executorch.runtime`` registers ExecuTorch's
+    backend. :func:`load` works with both ids.
 
     Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release.
     """
@@ -81,10 +81,10 @@ def load(
     ``none`` to run the program as exported, for comparisons. ``method`` is the name of the method to run. On a GPU
     ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later tokens.
 
-    A step beyond the context that the program was exported for is refused, unless ``beyond_context``. An answer ends at
-    this context as it does at the end of the cache.
+    A step beyond the context that the program was exported for is refused, unless ``beyond_context`` is set. An answer
+    ends at this context as it does at the end of the cache.
 
-    Raises :class:`EtkvError` if something is missing or does not fit, and names it.
+    Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
     path = Path(path)
     if session is not None and not isinstance(session, Session):
@@ -509,7 +509,8 @@ def _short(value: object) -> str:
 
 
 class _Memory:
-    """The memory that an array views, and its owners. The array keeps both alive, unlike torch's own object."""
+    """A tensor's memory, and the objects that own it. An array of this memory keeps the owners alive, which an array
+    that torch returns would not do."""
 
     def __init__(self, array: npt.NDArray[Any], owners: Any) -> None:
         self.__array_interface__ = array.__array_interface__

@@ -65,7 +65,7 @@ class Tokenizer:
 
         eos_token_ids = _eos_token_ids(folder)
         with errors(f"the tokenizer in {folder} cannot be read"):
-            # Not AutoTokenizer: some of its classes differ from tokenizer.json.
+            # AutoTokenizer is not used: some of its classes give other ids than tokenizer.json.
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return cls._of_file(contents, hf, eos_token_ids)
 
@@ -78,7 +78,7 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         try:
-            # The message of transformers for a missing file lacks its name.
+            # The message of transformers for a missing file lacks the file's name.
             with Path(path).open("rb"):
                 pass
         except OSError as error:
@@ -111,7 +111,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``, with the tokenizer's special tokens around it if ``add_special_tokens``.
 
-        A text that begins with the tokenizer's BOS token, such as a rendered conversation, gets no second one.
+        A text that begins with the tokenizer's BOS token, such as a rendered conversation, gets no second BOS token.
         Truncation and padding of ``tokenizer.json`` are ignored.
         """
         return self._backend.encode(text, add_special_tokens)
@@ -156,7 +156,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> list[int] | str:
-        """Return the ids of a conversation under the model's chat template, or its text without ``tokenize``.
+        """Return the ids of a conversation under the model's chat template, or its text if ``tokenize`` is False.
 
         ``messages`` are dicts ``{"role": …, "content": …}``. With ``add_generation_prompt`` the result ends where the
         answer begins. ``variables`` are arguments of transformers and of the template, such as ``tools`` or
@@ -183,8 +183,8 @@ class Tokenizer:
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], answers: Mapping[int, Sequence[int]], **variables: Any
     ) -> list[int]:
-        """Return the ids of a conversation up to where the next answer begins. Earlier answers keep the ids that the
-        model chose.
+        """Return the ids of a conversation, up to the position where the next answer begins. Earlier answers keep the
+        ids that the model chose.
 
         ``answers`` maps an index of ``messages`` to the ids of that message. The ids replace the message's ``content``
         if the template writes it unchanged. Otherwise the message is encoded from its text.
@@ -224,7 +224,7 @@ class StreamingDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         """Begin an answer. Special tokens, such as those around a tool call, are in ``text`` unless
-        ``skip_special_tokens``.
+        ``skip_special_tokens`` is set.
         """
         self._backend = tokenizer._backend
         self._skip_special_tokens = skip_special_tokens
@@ -244,7 +244,7 @@ class StreamingDetokenizer:
     def add_token(self, token: SupportsIndex) -> None:
         """Add the next token of the answer. An id without a token has no text.
 
-        Raises :class:`EtkvError` for a value that is no id.
+        Raises :class:`EtkvError` for a value that is not an id.
         """
         number = check_id(token)
         self.tokens.append(number)
@@ -299,7 +299,7 @@ _REPLACEMENT = "\ufffd"
 
 _MAX_HELD = 64
 """While the text ends within a character, the text of at most this number of ids is held back. Each further id
-decodes these ids again.
+causes these ids to be decoded again.
 """
 
 

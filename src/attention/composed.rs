@@ -20,7 +20,7 @@ pub fn by_products(q: &Array, spec: &AttendSpec, scoring: Scoring) -> Result<Arr
 }
 
 /// Computes attention to the `n` keys of `heads` heads. The queries of a KV head are rows of one matrix, so nothing is
-/// repeated. `scores` multiplies these rows with all keys, and `weighted` the weights of the keys with all values.
+/// repeated. `scores` multiplies these rows with all keys. `weighted` multiplies the attention weights with all values.
 fn composed(
     q: &Array,
     [heads, n]: [i32; 2],
@@ -100,7 +100,7 @@ fn scaled(q: &Array, scale: f32) -> Result<Array> {
     Ok(cast(q, dtype)?.multiply(Array::from_f32(scale).as_dtype(dtype)?)?)
 }
 
-/// The weights of keys.
+/// Attention weights.
 struct Weights {
     /// The softmax of the scores without the sinks, `[1, n_kv_heads, group, T, L]`.
     p: Array,
@@ -109,7 +109,7 @@ struct Weights {
     key_share: Option<Array>,
 }
 
-/// Computes the weights of scores, `[1, n_kv_heads, group, T, L]`.
+/// Computes the attention weights from scores, `[1, n_kv_heads, group, T, L]`.
 fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     if scoring.is_plain() {
         let p = softmax_axis(masked(&scores, mask)?, -1, true)?;
@@ -156,7 +156,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     };
     let least = match scores.dtype() {
         Dtype::Float16 => -65504.0,
-        // The largest finite bfloat16.
+        // The lowest finite bfloat16.
         Dtype::Bfloat16 => -3.389_531_4e38,
         _ => f32::MIN,
     };

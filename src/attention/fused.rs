@@ -1,10 +1,11 @@
 //! The choice between MLX's two attention implementations on a GPU, for calls that [the kernel](crate::kernels) does
 //! not support: few rows, rows of odd sizes, and masks that differ between heads.
 //!
-//! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of
-//! query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call itself. The length
-//! of a cache changes at every step. In float32, MLX composes attention from its matrix products, without plans: 0.05
-//! to 0.15 ms for up to 16 queries over 1,500 keys, and 0.43 ms for 512 queries. The result is as exact.
+//! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of query
+//! and key length. On an H200, making a plan takes 37 to 58 ms, once in each thread. The call itself takes 0.05 ms. The
+//! length of a cache changes at every step. In float32, MLX composes attention from its matrix products, without plans.
+//! This takes 0.05 to 0.15 ms for up to 16 queries over 1,500 keys, and 0.43 ms for 512 queries. The result is as exact
+//! as that of cuDNN.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -53,8 +54,8 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     Ok(if planned { dtype } else { Dtype::Float32 })
 }
 
-/// Counts a call and returns whether to make a plan. The plan is made once the calls without it have lost as much
-/// time as it costs. The total time is then at most twice the optimum.
+/// Counts a call and returns whether to make a plan. The plan is made once the calls without it have lost as much time
+/// as making the plan takes. The total time is then at most twice the optimum.
 fn is_worth_a_plan(shapes: Shapes) -> bool {
     COUNTED.with_borrow_mut(|counted| {
         if counted.len() >= MAX_COUNTED && !counted.contains_key(&shapes) {

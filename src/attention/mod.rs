@@ -15,7 +15,7 @@ use crate::store::KvView;
 /// The keys that a query sees. An explicit mask is a boolean array.
 pub type Mask = etkv_core::Mask<Array>;
 
-/// How products of queries and keys become weights.
+/// How products of queries and keys become attention weights.
 pub type Scoring<'a> = etkv_core::Scoring<'a, Array>;
 
 /// A layer's keys and values as a step reads them, and their mask.
@@ -31,8 +31,8 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 /// KV head after the other. On a GPU it unpacks as many heads together as fit 256 MiB. With a softcap, it computes
 /// the scores of as many queries together as fit 256 MiB.
 ///
-/// If the values are the first elements of the keys, they are not copied: the weights multiply whole keys, and the
-/// first elements of the results are returned.
+/// If the values are the first elements of the keys, they are not copied: the attention weights multiply whole keys,
+/// and the first elements of the results are returned.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) or [`Backend`](crate::Status::Backend) if the shapes do not match, and
@@ -89,8 +89,8 @@ fn check(q: &Array, scoring: Scoring) -> Result<()> {
     }
 }
 
-/// Computes [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares `packed` and
-/// unpacked, to choose between them.
+/// Computes [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark measures both, to find out
+/// when `attend` should unpack.
 #[doc(hidden)]
 pub fn attend_stored<'a>(
     q: &Array,
@@ -106,8 +106,9 @@ pub fn attend_stored<'a>(
     }
 }
 
-/// Computes attention over rows in the dtype of `q`. Uses MLX, or the kernel for several queries, even for a single
-/// query. Returns `None` if the kernel does not support the call. The benchmark compares the two.
+/// Computes attention over rows in the dtype of `q`. With `by_kernel`, uses the kernel for several queries, even for a
+/// single query, and returns `None` if the kernel does not support the call. Otherwise uses MLX. The benchmark compares
+/// the two.
 #[doc(hidden)]
 pub fn attend_rows(
     [q, k, v]: [&Array; 3],
@@ -172,14 +173,13 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     Ok(q.dim(1) / heads)
 }
 
-/// Returns the dtype in which queries multiply packed or unpacked rows. In half precision MLX's
-/// packed products take ten times as long on the CPU, and its attention takes longer than in
-/// float32.
+/// Returns the dtype in which queries multiply packed or unpacked rows. In half precision MLX's packed products take
+/// ten times as long on the CPU, and MLX's attention takes longer than in float32.
 fn dtype_of_products(q: &Array) -> Result<Dtype> {
     Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
-/// Calls MLX's attention for a few KV heads after the other, and unpacks only the rows of these heads.
+/// Calls MLX's attention for a few KV heads at a time, and unpacks only the rows of these heads.
 fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
     let heads = spec.k.n_kv_heads();

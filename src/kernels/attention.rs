@@ -1,5 +1,5 @@
-//! Attention of several queries in one kernel launch on CUDA. MLX needs a cuDNN plan for each pair of lengths, or ten
-//! launches for each layer.
+//! Attention of several queries in one kernel launch on CUDA. MLX needs a cuDNN plan for each pair of query and key
+//! length, or ten launches for each layer.
 //!
 //! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the kernel also merges
 //! its slices: each block counts the blocks that have finished, and the last block merges. See `attention.cuh` of
@@ -24,8 +24,8 @@ mod tests;
 /// MLX has a kernel.
 const MAX_QUERIES: i32 = 1 << 16;
 
-/// The maximum number of queries of a call in float32. Its products are slow without tensor cores, so MLX's attention
-/// is faster for more queries.
+/// The maximum number of queries of a call in float32. The kernel's float32 products are slow because they use no
+/// tensor cores, so MLX's attention is faster for more queries.
 const MAX_F32: i32 = 64;
 
 /// The value of [`MAX_F32`] for a cache of one sequence.
@@ -72,7 +72,7 @@ struct Template {
     scale: u32,
 }
 
-/// The kernels of this process, and the counters of its calls. Used only under the lock of MLX.
+/// The kernels of this process, and the counters of their calls. Used only under the lock of MLX.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<Template>,
@@ -226,7 +226,7 @@ impl Template {
             && self.memory().is_some_and(|(_, bytes)| bytes <= MAX_SHARED)
     }
 
-    /// Queries in float32 are in shared memory too, so a block has fewer warps.
+    /// In float32 a block also keeps its queries in shared memory, so it has fewer warps.
     fn max_row_warps(&self) -> i32 {
         if self.dtype == Dtype::Float32 {
             2

@@ -1,4 +1,4 @@
-//! Kernels of a header whose own texts are generated.
+//! Kernels whose own texts are generated, and call the functions of a header.
 
 use std::ffi::CStr;
 use std::hash::Hash;

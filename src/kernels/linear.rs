@@ -1,5 +1,5 @@
 //! Products of a few rows with a weight, fused with the operations around them in a layer, in one kernel launch.
-//! Products of several rows are used for draft tokens that are verified, and for one token of each of several sequences.
+//! Products of several rows are used to verify draft tokens, and for one token of each of several sequences.
 //!
 //! MLX passes products of several rows to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs
 //! 6 to 10 µs. The first call with a new number of rows costs 3 ms. On the device, cuBLAS and the kernel both take the
@@ -65,8 +65,8 @@ pub struct Product<'a> {
     pub gate: Option<Gate>,
     /// The residual: rows of the result's shape that are added to it.
     pub residual: Option<&'a Array>,
-    /// The rotation of the outputs, which are heads. It excludes a gate and a residual. The result is
-    /// `[1, T, heads, head_dim]`.
+    /// The rotation of the outputs, which are heads. A product with a rotation has neither a gate nor a residual. The
+    /// result is `[1, T, heads, head_dim]`.
     pub rotation: Option<Rotation<'a>>,
 }
 
@@ -139,13 +139,13 @@ struct Form {
     eps: f32,
     /// The number of outputs that rotate.
     rotated: i32,
-    /// The number of warps that share an output of a single row, as a power of two.
+    /// The number of warps that share an output of a single row, as the exponent of a power of two.
     team: i32,
 }
 
 const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0, team: 0 };
 
-/// The kernels of this process, and the arrays that describe the forms of its calls. Used only under the lock of MLX.
+/// The kernels of this process, and the arrays that describe the forms of their calls. Used only under the lock of MLX.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<Template>,
@@ -318,11 +318,11 @@ fn form_array(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -
     Ok(array)
 }
 
-/// The maximum number of forms that are kept. A program has some ten.
+/// The maximum number of forms that are kept. A program has about ten forms.
 const MAX_FORMS: usize = 64;
 
-/// Returns the number of warps that share a pair of outputs of a single row, as a power of two: more than one if there
-/// are fewer pairs than warps.
+/// Returns the number of warps that share a pair of outputs of a single row, as the exponent of a power of two. Several
+/// warps share a pair if there are fewer pairs than warps.
 fn team_of(pairs: i32, inner: i32) -> i32 {
     let warps = MAX_BLOCKS * WARPS / pairs.max(1);
     let fits = |power: &i32| 1 << power <= warps && inner >> power >= ROW_SPAN;

@@ -38,8 +38,8 @@ pub use self::unpack::{unpack, AffineWeights};
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 
-/// The maximum number of kernels of one kind that a process compiles. A program has one to six. The limit stops a
-/// program with a different scale in each layer.
+/// The maximum number of kernels of one kind that a process compiles. A program needs one to six. Without the limit, a
+/// program with a different scale in each layer would compile a kernel for each layer.
 const MAX_KERNELS: usize = 64;
 
 /// Returns whether kernels can run here: on the shared stream of a GPU. A host may use several streams, even a stream

@@ -95,7 +95,7 @@ struct NormTemplate {
     n_axes: usize,
     has_weight: bool,
     has_scale: bool,
-    /// The bits of the number.
+    /// The bits of the float.
     eps: i32,
 }
 

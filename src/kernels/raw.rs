@@ -74,7 +74,7 @@ impl Kernel {
         Ok(all)
     }
 
-    /// Returns the first output, and all of them.
+    /// Returns the first output, and the list of all outputs.
     fn apply(
         &self,
         inputs: &[&Array],

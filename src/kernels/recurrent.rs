@@ -332,7 +332,7 @@ enum RowsTemplate {
     Columns(i32, Option<[i32; 2]>),
 }
 
-/// With the names of the dtypes of the inputs in CUDA.
+/// How a kernel reads [`Numbers`], with the names of the dtypes of the inputs in CUDA.
 #[derive(Debug, PartialEq, Eq, Hash)]
 enum NumbersTemplate {
     Heads(&'static str),
@@ -424,7 +424,7 @@ impl ScanTemplate {
             };
             text += &format!("auto {name}_at = [&](int head, int token) -> float {{\n{body}}};\n");
         }
-        // The axis of tokens of the values.
+        // The axis of the tokens in the array of the values.
         let axis = match self.rows[2] {
             RowsTemplate::Heads => 2,
             RowsTemplate::Columns(..) => 1,
@@ -474,7 +474,8 @@ impl Template for RecurrentTemplate {
     }
 }
 
-/// Returns the assignment of an array `[1, heads, rows, columns]`.
+/// Returns the CUDA statement that passes an array `[1, heads, rows, columns]` and its strides to the field `name` of
+/// `work`.
 fn head_rows(name: &str) -> String {
     format!("work.{name} = {{{name}, {name}_strides[1], {name}_strides[2], {name}_strides[3]}};\n")
 }

@@ -1,7 +1,7 @@
 //! Rotary embedding of several tokens, each with its own position, in one kernel launch on CUDA.
 //!
-//! MLX's function treats the tokens as a batch, which must be contiguous. It would have to copy a piece of a joined
-//! product.
+//! MLX's function treats the tokens as a batch, which must be contiguous. Queries and keys are pieces of a joined
+//! product, so MLX would have to copy them.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;

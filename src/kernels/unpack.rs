@@ -1,5 +1,5 @@
 //! Unpacks affine weights in one kernel launch on CUDA. With MLX, scales and biases would be converted to float32, and
-//! the weights unpacked to float32 and rounded: four launches, and four times the bytes.
+//! the weights unpacked to float32 and rounded. That takes four launches and four times as many bytes.
 
 use std::ffi::CStr;
 
@@ -73,7 +73,7 @@ impl Launch {
         let (&groups, of_scales) = scales.shape().split_last()?;
         let template =
             UnpackTemplate { elements: elements_of([scales.dtype(), dtype])?, bits, group_size };
-        // Groups begin at words.
+        // Groups begin at the beginning of a word.
         let fits = codes.dtype() == Dtype::Uint32
             && matches!(bits, 2 | 4 | 8)
             && group_size > 0

@@ -6,9 +6,9 @@ use super::calls::{call, check};
 use super::{begin_epoch, is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
-/// Returns an array with elements of the host. If MLX allocated the array, it would move to an NVIDIA GPU page by
-/// page when a kernel first reads it. This takes 80 to 280 µs. This array is pinned if it is small, and a kernel
-/// reads it in place in a microsecond or two.
+/// Returns an array with elements from the host's memory. A small array is pinned, and a kernel on an NVIDIA GPU reads
+/// it in place in a microsecond or two. MLX's own arrays move to the GPU page by page when a kernel first reads them,
+/// which takes 80 to 280 µs.
 ///
 /// # Safety
 /// `bytes` must be the elements of an array of this shape and dtype.
@@ -33,7 +33,7 @@ pub unsafe fn host_array(bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Ar
     Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, dtype) })
 }
 
-/// Returns an array with elements of the host, as [`host_array`] does.
+/// Returns an array with elements from the host's memory, as [`host_array`] does.
 pub fn array_of<T: ArrayElement>(elements: &[T], shape: &[i32]) -> Result<Array> {
     let n: i64 = shape.iter().map(|&size| i64::from(size)).product();
     if usize::try_from(n).ok() != Some(elements.len()) {

@@ -50,19 +50,20 @@ static EPOCH: AtomicU64 = AtomicU64::new(0);
 /// Whether a host has views of caches, which it may read without this module.
 static HAS_VIEWS: AtomicBool = AtomicBool::new(false);
 
-/// Returns a number that changes whenever an existing array may have moved in memory, or been replaced in a cache:
-/// when work runs in MLX, when the host reads elements, and with [`hold`]. It does not change when a thread only
-/// [enters](enter), as a CUDA graph does that reads and writes arrays by their addresses.
+/// Returns a number that changes whenever an existing array may have moved in memory, or been replaced in a cache: when
+/// work runs in MLX, when the host reads elements, and with [`hold`]. It does not change when a thread only
+/// [enters](enter). For example, a captured step only enters: its CUDA graph reads and writes arrays by their
+/// addresses.
 #[doc(hidden)]
 pub fn epoch(_held: &Mlx) -> u64 {
-    // The caller may be in the middle of other work, and a host may do some at any time.
+    // The caller may be in the middle of other work in MLX, and a host with views may do such work at any time.
     if HAS_STREAM.get() || HAS_VIEWS.load(Ordering::Relaxed) {
         begin_epoch();
     }
     EPOCH.load(Ordering::Relaxed)
 }
 
-/// From now on each call of [`epoch`] returns another number: a host gets views of caches.
+/// Makes each later call of [`epoch`] return another number. Called when a host gets views of caches.
 pub(crate) fn end_epochs() {
     HAS_VIEWS.store(true, Ordering::Relaxed);
 }
@@ -360,7 +361,7 @@ mod tests {
         assert!(ends(&mlx));
         elements::<f32>(&array).unwrap();
         assert!(ends(&mlx));
-        // Another thread may look while this one waits in the middle of its work.
+        // Another thread may read the epoch while this one waits in the middle of its work.
         let around = epoch(&mlx);
         mlx.run(|| {
             let inside = epoch(&mlx);

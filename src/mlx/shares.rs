@@ -1,7 +1,8 @@
 //! Products that several CPU threads share.
 //!
-//! MLX's CPU build computes an operation on the single thread of its stream. Only products in float32 use a BLAS,
-//! which has its own threads. Other products are split by outputs, and each part is computed on a different stream.
+//! MLX's CPU build computes an operation on a single thread, which belongs to the stream of the operation. Only
+//! products in float32 use a BLAS, which has its own threads. Other products are split by outputs, and each part is
+//! computed on a different stream.
 
 use std::ops::Range;
 use std::sync::OnceLock;

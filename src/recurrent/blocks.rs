@@ -100,9 +100,10 @@ struct Aligned {
     /// `[blocks, k_heads, 1, BLOCK, k_dim]`.
     q: Array,
     k: Array,
-    /// Values multiplied by the write strengths; for rows, their updates: `[blocks, k_heads, share, BLOCK, v_dim]`.
+    /// Values multiplied by the write strengths; for rows before the chain, their updates.
+    /// `[blocks, k_heads, share, BLOCK, v_dim]`.
     v: Array,
-    /// `[blocks, k_heads, share, BLOCK, 1]`, zero for rows.
+    /// `[blocks, k_heads, share, BLOCK, 1]`, zero for rows before the chain.
     beta: Option<Array>,
     /// Sums of log decays from the beginning of a block, `[blocks, k_heads, share, BLOCK, decays]`.
     sums: Array,
@@ -192,7 +193,7 @@ impl Aligned {
         slice(&rows, 1, self.n_before..self.n_before + self.n)
     }
 
-    /// Computes the terms of some blocks that do not depend on their states.
+    /// Computes, for some blocks, the terms that do not depend on the states at their starts.
     fn blocks(&self, range: std::ops::Range<usize>) -> Result<Blocks> {
         let of = |array: &Array| slice(array, 0, range.clone());
         let (q, k, v, sums) = (of(&self.q)?, of(&self.k)?, of(&self.v)?, of(&self.sums)?);

@@ -231,7 +231,7 @@ pub struct Before {
 }
 
 impl Step<'_> {
-    /// Returns these rows: first the rows that are in slots, then all others, each in the given order.
+    /// Returns these rows: first the rows that are in slots, then all others, both in the given order.
     pub fn rows(&self, rows: &[RowSource]) -> Result<Before> {
         let (mut slots, mut tokens) = (Vec::new(), Vec::new());
         for row in rows {

@@ -14,10 +14,10 @@ use crate::mlx::cast;
 /// Affine groups. MLX computes codes, scales and offsets in float32, and scales and offsets are then rounded to
 /// float16.
 ///
-/// The error of an element is at most half a step of its group, but at most one step near one end: MLX fits the scale
-/// so that zero and the end of larger magnitude are exact. Rounding adds at most a 2048th of the offset and of the
-/// element's distance to the offset. Elements outside the range of float16 are clamped to it, so no group contains an
-/// infinity.
+/// The error of an element is at most half a step of its group. Near one end of the range of the group it is at most
+/// one step: MLX fits the scale so that zero and the end of larger magnitude are exact. Rounding adds at most a 2048th
+/// of the offset and of the element's distance to the offset. Elements outside the range of float16 are clamped to it,
+/// so no group contains an infinity.
 pub(super) struct Affine {
     bits: u8,
     group: u8,

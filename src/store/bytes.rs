@@ -1,4 +1,4 @@
-//! The bytes of a pool's planes, for files. The outer axis is the slots in a file, and the heads in the buffers.
+//! The bytes of a pool's planes, for files. In a file the slots are the outer axis, and in the buffers the heads are.
 
 use mlx_rs::transforms::eval;
 

@@ -163,7 +163,8 @@ impl Finite {
     }
 }
 
-/// Returns a number that is 0 if all of these values are finite as stored: 0 times any other value is NaN.
+/// Returns a number that is 0 if all of these values are finite as stored. Otherwise it is NaN, because 0 times a value
+/// that is not finite is NaN.
 fn zero_if(values: &Array, stored: Dtype) -> Result<Array> {
     let stored = cast(values, stored)?;
     // The zero is created in the values' dtype, because a conversion would be another kernel launch.

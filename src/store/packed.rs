@@ -14,11 +14,11 @@ use crate::mlx::{self, call, cast, joined, optional_int, slice_axis};
 pub(super) enum Layout {
     /// Codes of `bits` bits, with a scale and an offset for each group of `group` codes.
     Affine { bits: i32, group: i32 },
-    /// E4M3 elements, with an E8M0 scale for every 32.
+    /// E4M3 elements, with an E8M0 scale for every 32 elements.
     Mxfp8,
-    /// E2M1 elements, with an E8M0 scale for every 32.
+    /// E2M1 elements, with an E8M0 scale for every 32 elements.
     Mxfp4,
-    /// E2M1 elements, with an E4M3 scale for every 16.
+    /// E2M1 elements, with an E4M3 scale for every 16 elements.
     Nvfp4,
 }
 
@@ -62,8 +62,8 @@ impl Layout {
 
     /// Returns the maximum number of rows for each KV head for which the packed product is faster than unpacking. At
     /// this number of rows, both take the same time on two x86-64 cores; see the table of `cargo bench --bench
-    /// products` in docs/performance.md. Codes of 3 and 5 bits cross bytes, so each code is unpacked separately for
-    /// every row.
+    /// products` in docs/performance.md. Codes of 3 and 5 bits cross byte boundaries, so each code is unpacked
+    /// separately for every row.
     ///
     /// On CUDA, unpacking is faster for any number of rows. MLX also takes 16 to 59 s to compile its kernels for
     /// packed products. On an H200, with 8 KV heads of 4 bits, a token of 32 heads over 2,000 slots took 0.09 ms
@@ -165,11 +165,11 @@ impl PackedRows {
         cast(&rows, dtype)
     }
 
-    /// Returns the same codes in a layout that the device can multiply.
+    /// Returns the same codes in a memory layout that the device can multiply.
     ///
-    /// On CUDA, MLX 0.32.2 has kernels only for codes with contiguous rows, and throws for others. So a range of
-    /// slots of several heads is copied; a single head is not. MLX's kernel for rows of one group gives wrong results
-    /// for several rows of 8 bits, so a single group is split into two groups with the same scale.
+    /// On CUDA, MLX 0.32.2 has kernels only for codes with contiguous rows, and throws for others. So a range of slots
+    /// of several heads is copied; a range of a single head is not. MLX's kernel for rows of one group gives wrong
+    /// results for several rows of 8 bits, so a single group is split into two groups with the same scale.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
@@ -185,7 +185,7 @@ impl PackedRows {
         if fit.codes.dim(1) > 1 {
             fit.codes = fit.codes.contiguous()?;
         }
-        // This copy is needed even if one scale is repeated or broadcast.
+        // The scales must be copied even if they repeat or broadcast a single scale.
         fit.scales = fit.scales.contiguous()?;
         fit.offsets = fit.offsets.as_ref().map(Array::contiguous).transpose()?;
         Ok(fit)

@@ -2,7 +2,7 @@
 # and the tests. Rust and MLX are built as usual, and Cargo's outputs are shared with the ordinary build. The
 # sanitizers see the allocations of Rust and MLX, but not their reads and writes.
 #
-# `make test-sanitize` builds it in build/sanitize and runs the tests.
+# `make test-sanitize` builds the code in build/sanitize and runs the tests.
 
 add_compile_options(
   -fsanitize=address,undefined -fno-sanitize-recover=all

@@ -103,7 +103,10 @@ static void estimates(void) {
       .n_recurrent_layers = RECURRENT};
   CHECK_OK(etkv_cache_config_estimate(config, 10, &memory, NULL));
   const uint64_t of_attention = 10 * HEADS * (K_DIM + V_DIM) * 2;
-  /* Always float32. A row of the recurrence also has the decay of each head. */
+  /*
+   * Rows are always float32. A row of the recurrence also has the decay of each
+   * head.
+   */
   const uint64_t column = CHANNELS * 4;
   const uint64_t row = (K_HEADS * KEY_DIM + VALUE_HEADS * (VALUE_DIM + 1)) * 4;
   CHECK_INT(layers[1].struct_size, sizeof(layers[1]));

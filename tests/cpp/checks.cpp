@@ -1,5 +1,5 @@
 // Tests of the runners' `--check`: it detects an answer that differs from
-// reference decoding or ends for no reason.
+// reference decoding or ends without a valid reason.
 
 #include <atomic>
 #include <cmath>
@@ -166,8 +166,8 @@ void windows() {
 void margins() {
   using examples::allowed_ties;
   using examples::rounding_margin;
-  // The margin is in units of the last place of the greatest logit, in the
-  // dtype.
+  // The margin is a multiple of the unit in the last place of the greatest
+  // logit, in its dtype.
   CHECK(rounding_margin("bf16", "bf16", 4.0) == 4 * 0x1p-5);
   CHECK(rounding_margin("bf16", "bf16", 7.9) == 4 * 0x1p-5);
   CHECK(rounding_margin("f16", "f16", 4.0) == 4 * 0x1p-8);
@@ -181,8 +181,8 @@ void margins() {
   CHECK_INT(allowed_ties(1000), 52);
 }
 
-/// Returns an answer. At each step it has the id with the smallest logit that
-/// is at most `most(|best|)` below the best.
+/// Returns an answer. At each step, its id has the smallest logit that is at
+/// most `most(|best|)` below the best.
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   Bound on("tiny-llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};

@@ -263,8 +263,9 @@ static void keys_of_the_callers_own(void) {
   etkv_cache_free(cache);
 
   /*
-   * A session's key is found like others. If it is erased and installed for
-   * another cache, it stays that cache's key even when the session ends.
+   * A session's key is found like others. If the key is erased and installed
+   * again for another cache, it stays the key of that cache even when the
+   * session ends.
    */
   etkv_session* session = new_session(&s.config);
   char key[64];

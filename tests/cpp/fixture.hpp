@@ -33,7 +33,7 @@ using Ids = std::vector<int64_t>;
 /// A change of a cache's config.
 using Change = std::function<void(CacheConfig&)>;
 
-/// The programs of cpp_programs.py: 320 ids, at most 64 tokens a step.
+/// The programs of cpp_programs.py: 320 ids, at most 64 tokens per step.
 inline constexpr int64_t kVocabulary = 320;
 inline constexpr int64_t kMaxTokens = 64;
 
@@ -236,8 +236,8 @@ class Model {
   std::unique_ptr<Module> module_;
 };
 
-/// Returns a session with a float32 cache, whose first allocation has 4 slots,
-/// so that it grows in tests.
+/// Returns a session with a float32 cache. Its first allocation has only 4
+/// slots, so that the cache grows in tests.
 template <typename Face = Cache>
 CacheSession<Face> session_for(Model& model, const Change& change = nullptr) {
   const auto params = model.params();
@@ -282,13 +282,13 @@ inline Change windows_of(int32_t n) {
   };
 }
 
-/// Returns the rows of `ids` on a contiguous cache, a few per step.
+/// Returns the rows of `ids` on a contiguous cache. A few ids run per step.
 inline Rows alone(const Ids& ids, const Change& change = nullptr) {
   return On<Cache>(change).model.read(ids, 5);
 }
 
-/// Compares with a tolerance, because attention with a mask sums in another
-/// order than without.
+/// Compares with a tolerance, because attention with a mask does not sum in the
+/// same order as attention without one.
 inline bool close(const Rows& a, const Rows& b) {
   return distance(a, b) < 1e-4;
 }

@@ -366,7 +366,7 @@ Result<void> run(const Options& options) {
   for (int64_t i = 0; i < options.repeat.value_or(1); ++i) {
     RETURN_IF_ERROR(session.cache().clear());
     // The rows are the same in each run. Write them in the first run only, so
-    // that the times of other runs do not include it.
+    // that the times of other runs do not include the writing.
     ASSIGN_OR_RETURN(
         auto run,
         on_device ? forward.run_on_device(options.decode.value_or(0))

@@ -42,7 +42,7 @@ void windows() {
   CHECK(must(generator.answer(second, kLong, Listener())).ids == wanted.ids);
 }
 
-/// Without windows, it rewinds exactly to the requested length.
+/// Without windows, a generator rewinds exactly to the requested length.
 void without_windows() {
   ModelOn<Cache> target;
   Generator generator(target.model.program(), target.cache(), {});

@@ -1,5 +1,4 @@
-"""With warnings as errors, each public header compiles alone, if it is included twice, and in two files of one
-library.
+"""Each public header compiles with warnings as errors: alone, included twice, and in two files of one library.
 
 ``headers.py INCLUDE CC CXX FLAG...``: with the FLAGs the headers find ExecuTorch and MLX.
 """
@@ -25,11 +24,15 @@ MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 OF_HOSTS = {"backend_id.hpp", *MLX}
 
 
+def is_of_host(header: str) -> bool:
+    return header in OF_HOSTS or header.startswith("executorch")
+
+
 def standards(header: str) -> list[tuple[str, list[str]]]:
     """The ways to compile a header: a C header as C and C++, a C++ header without exceptions and RTTI."""
     if header in MLX:
         return [("C++20", CPP20)]
-    if header in OF_HOSTS or header.startswith("executorch"):
+    if is_of_host(header):
         return [("C++17", CPP17)]
     if header.endswith(".h"):
         return [("C11", C), ("C++17", CPP17), ("C++20", CPP20)]
@@ -37,15 +40,16 @@ def standards(header: str) -> list[tuple[str, list[str]]]:
 
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""Whether to compile each header in every way. Otherwise all are compiled together in the newest standard, and those
-that need neither ExecuTorch nor MLX, whose headers take seconds, also alone in their oldest standard.
+"""Whether to compile each header in every way. Otherwise all are compiled together in the newest standard. Those that
+need neither ExecuTorch nor MLX, whose headers take seconds, are also compiled alone, in their oldest standard.
 """
 
 
 def chosen(header: str) -> list[tuple[str, list[str]]]:
     """The ways in which the header is compiled alone."""
-    of_host = header in OF_HOSTS or header.startswith("executorch")
-    return standards(header) if EVERYTHING else [] if of_host else standards(header)[:1]
+    if EVERYTHING:
+        return standards(header)
+    return [] if is_of_host(header) else standards(header)[:1]
 
 
 # The expansion of ETKV_API by the defined macros. For Windows only the text is checked.

@@ -1,6 +1,6 @@
-// Drafts that are fed with the target's hidden states. Their proposals depend
-// only on the text and its hidden states, not on earlier texts. They equal the
-// choices of the draft's program when it runs one id after the other.
+// Drafts that read the target's hidden states. Their proposals depend only on
+// the text and its hidden states, not on earlier texts. They equal the choices
+// of the draft's program when it runs one id after the other.
 
 #include <algorithm>
 #include <array>

@@ -55,8 +55,8 @@ void compare(const std::vector<T>& values) {
 }
 
 /// Returns a row of `n` values from a small set, so that the greatest occurs
-/// more than once. `special` of 16 values are NaN, infinite or zeros of either
-/// sign.
+/// more than once. On average, `special` of every 16 values are NaN, -infinity
+/// or zeros of either sign.
 template <typename T>
 std::vector<T> made_up(size_t n, uint32_t seed, uint32_t special) {
   constexpr float kSpecial[] = {kNan, -kInfinity, -0.0F, 0.0F};

@@ -175,7 +175,7 @@ void a_cache_that_fails() {
     scheduler.done(must(scheduler.next(events)));
     scheduler.finish(number);
   }
-  // The third fits once both idle requests are removed.
+  // The third request fits once both idle requests are removed.
   scheduler.submit(4);
   room = 0;
   CHECK_REFUSED(scheduler.next(events), ETKV_ERROR_STEP, "not now");

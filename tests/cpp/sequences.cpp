@@ -62,8 +62,8 @@ void batches(const Change& change) {
     CHECK_INT(must(on->seq_next(s)), s + 2);
   }
   CHECK(must(on->sequences()) == std::vector<int32_t>({0, 1, 2}));
-  // Then one token of each; finally two tokens of one sequence and one of
-  // another.
+  // Then steps with one token of each sequence. The last step has two tokens of
+  // one sequence and one token of another.
   while (done[2] < 12) {
     Batch batch;
     for (int32_t s = kSequences; s-- > 0;) {

@@ -33,7 +33,7 @@ inline LogitsView view(const std::vector<float>& rows) {
       kLetters};
 }
 
-/// Opens a model for prompts of ids, whose answers no id ends.
+/// Opens a model for prompts of ids. No id ends an answer of this model.
 inline examples::Model open(
     const std::string& name,
     std::optional<int64_t> capacity = std::nullopt) {

@@ -282,8 +282,9 @@ void one_fault_after_the_other() {
   }
 }
 
-/// A step at the capacity that fails for another reason, and a step over the
-/// capacity.
+/// A step over the capacity fails with the capacity error, even with a faulty
+/// output. A step that ends exactly at the capacity fails with the error of its
+/// faulty output.
 void at_the_capacity() {
   const FailingStep step{"up to the capacity", {5}, 5, 5};
   Tapped clean(10);

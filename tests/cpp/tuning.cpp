@@ -50,8 +50,8 @@ bool near(double found, double expected) {
   return std::abs(found - expected) <= 1e-9 * std::abs(expected);
 }
 
-/// For any measurements, times increase, lie between measured times, and scale
-/// with the unit.
+/// Whatever was measured, estimated times increase with the number of tokens,
+/// lie between measured times, and scale with the unit.
 void any_measurements() {
   CHECK(LatencyModel().at(5) == 0.0);
   Rng rng(3);
@@ -312,9 +312,9 @@ void first_patience() {
   CHECK(longest.second <= 50);
 }
 
-/// After 50 steps in which all draft tokens are right, none is. There are some
-/// trees until the tuner notices, and a trial at every 17th step. A draft takes
-/// no time.
+/// In the first 50 steps all draft tokens are right, and then none is. There
+/// are some trees until the tuner notices, and a trial at every 17th step. A
+/// draft takes no time.
 void noticing() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int asked = 0;

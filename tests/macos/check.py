@@ -190,7 +190,7 @@ def wheels() -> None:
 
     extension, executorch_exports = mach_o(EXTENSION), set(mach_o(EXECUTORCH)["exports"])
     # These two facts are the reasons why etkv's delegate is loaded before ExecuTorch's extension module, and has a
-    # separate id. If they change, neither is necessary.
+    # separate id. If the facts change, the order and the id are no longer necessary.
     expect(
         f"@rpath/{THEIRS.rpartition('/')[2]}" in extension["loads"], "_C no longer loads ExecuTorch's own MLX backend"
     )
@@ -216,7 +216,7 @@ def commands() -> dict[Path, list[str]]:
     options = {
         "CMAKE_SYSTEM_NAME": "Darwin",
         "CMAKE_SYSTEM_PROCESSOR": "arm64",
-        # Linking a program would need a C++ library for macOS, a static library does not.
+        # CMake tests the compiler with a static library. Linking a program would need a C++ library for macOS.
         "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
         "CMAKE_BUILD_TYPE": "Debug",
         "CMAKE_C_COMPILER": BUILD / "bin/cc",

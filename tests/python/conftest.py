@@ -14,8 +14,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Workers share the cores. OpenMP's threads spin while they wait for each other, so with a thread per core in each
-# worker, most time would be spent waiting.
+# Workers share the cores. OpenMP's threads spin while they wait for each other. If each worker had a thread per core,
+# most time would be spent waiting.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -85,7 +85,7 @@ def left(folder: Path) -> list[str]:
 
 def main(model: Path, folder: Path) -> None:
     """Run the exports, and print their statuses and what they left."""
-    # Under nohup a process ignores the signal, and an export leaves it so.
+    # Under nohup this process would ignore the signal, and an export does not change that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with third_party_noise(allowed=False):
         family_sweep.prepare()
@@ -94,7 +94,7 @@ def main(model: Path, folder: Path) -> None:
     for step in KILLED:
         status = end(start(model, killed, step, signal.SIGKILL))
         found[f"killed {step}"] = [status, *left(killed)]
-    # The first living export removes what the dead ones left, and the second nothing of the first.
+    # The first living export removes what the dead exports left. The second export removes nothing of the first.
     living = start(model, killed, "serializing", signal.SIGSTOP)
     os.waitpid(living, os.WUNTRACED)
     found["alive"] = left(killed)

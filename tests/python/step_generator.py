@@ -82,7 +82,8 @@ class Generator:
         if step.owners is not None:
             self.cache.begin_step_shared(step.owners)
             self.left_over = step.owners
-        # Each step has other rows: a step with the rows and positions of the last one would only attend again.
+        # Each step has rows that differ from those of the step before it. With equal rows and positions, it would only
+        # attend again.
         rows = torch.full((1, 1, len(step.positions), 1), float(step.seed % 4096))
         for layer in range(len(self.cache.config.layers)):
             self.cache.update_and_fetch(layer, rows, rows, step.positions)

@@ -75,8 +75,8 @@ def test_eight_bit_floats():
 
 
 def test_four_bit_floats():
-    """In blocks whose largest element is 6, MLX's nvfp4 has scale 1 and the nearest elements. At a tie MLX's CPU
-    chooses the smaller element, and this package the even code, like the native caches.
+    """In blocks whose largest element is 6, MLX's nvfp4 has scale 1 and the nearest elements. At a tie MLX's CPU code
+    chooses the smaller element. This package chooses the even code, like the native caches.
     """
     values = (torch.arange(-768, 762) / 128).reshape(-1, 15)
     blocks = torch.cat([values, torch.full((len(values), 1), 6.0)], dim=1).reshape(-1, 32)

@@ -236,7 +236,7 @@ def folder(tmp_path_factory):
         arguments = {**SHAPE, **settings}
         if model_type in ("gpt2", "gpt_neox"):
             arguments.pop("num_key_value_heads")
-        # In these families None is not the default. In other families, it stands for the default.
+        # In these families, a setting of None does not mean the default. In other families it does.
         if model_type not in ("deepseek_v2", "exaone4"):
             arguments = {name: value for name, value in arguments.items() if value is not None}
         torch.manual_seed(0)

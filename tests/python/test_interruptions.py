@@ -21,7 +21,7 @@ from etkv import _device, _library, generation
 from reference import PROMPT, config
 
 STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "17"))
-"""Of this many points at which Ctrl-C can arrive, one is tested."""
+"""The tests try one in this many of the points at which Ctrl-C can arrive."""
 
 
 @pytest.fixture(params=["device", "host"])
@@ -66,8 +66,8 @@ class Interruption:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, where, at):
-    """Steps whose token was not delivered are rolled back, so the answer loses no token. Of a prompt, all tokens except
-    the last stay.
+    """Steps whose token was not delivered are rolled back, so the answer loses no token. If a prompt is interrupted,
+    all of its tokens that ran stay, except the last.
     """
     place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
     choose, calls = getattr(place, name), []

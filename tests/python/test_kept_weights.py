@@ -119,7 +119,7 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize, name):
 
 
 def test_matrices_of_other_types_are_counted(tiny, tmp_path, monkeypatch):
-    """Such as Q6_K, whose groups no program has."""
+    """One such type is Q6_K, because no program has groups of its size."""
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize="Q4_0")
     monkeypatch.delitem(packed.FORMATS, "Q4_0")
     _, made = read_models.packed(file, tmp_path / "made", "4w")
@@ -151,7 +151,7 @@ def test_experts_of_a_folder_are_kept(tiny, tmp_path, kind, quantize, chosen):
 
 @pytest.mark.parametrize("quantize", ["8w", "4w", "8da4w", "8da8w"])
 def test_experts_in_mxfp4_are_kept(tmp_path, quantize):
-    """In 8 bits as integers: a 4-bit float is half of an integer from -12 to 12."""
+    """In 8 bits they are kept as integers: a 4-bit float is half of an integer from -12 to 12."""
     quantized, _ = test_published.gpt_oss(tmp_path)
     found, meant = packed_weights(quantized, tmp_path / "made", quantize), read_models.plain(quantized).state_dict()
     assert (found.kept, found.repacked) == (2, 0)

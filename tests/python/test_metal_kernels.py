@@ -60,8 +60,8 @@ SHAPES = [(1, 1, 1, 64), (2, 3, 5, 128), (7, 64), (64,)]
 
 
 def in_floats(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return each shape with each dtype in `make test-long`, else every second shape with one dtype: an export takes a
-    second.
+    """Return each shape with each dtype in `make test-long`, else every second shape with one dtype, because an export
+    takes a second.
     """
     if EVERYTHING:
         return [(shape, dtype) for shape in shapes for dtype in FLOATS]

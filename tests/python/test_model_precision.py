@@ -25,7 +25,7 @@ PRECISIONS_OF = {
 VARIANTS = reference.chosen(
     [
         *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
-        # What these models add to their family does not depend on the dtype.
+        # The parts in which these models differ from their family do not depend on the dtype.
         Variant("tiny-llama-untied"),
         Variant("tiny-llama-untied", "f32", "4w"),
         Variant("tiny-llama3"),

@@ -77,7 +77,7 @@ def test_nothing_is_read_from_its_beginning_again(model, tokenizer, tmp_path):
 
 
 def test_messages_change_after_long_answers(model, tokenizer):
-    """Conversations of long answers and tool results, of which the first words of a message change."""
+    """Conversations with long answers and tool results, in which the first words of a message change."""
     rng = random.Random(5)
     with model.session(capacity=8192) as session, model.load(session) as program:
         chat = etkv.Chat(program, tokenizer)

@@ -143,7 +143,7 @@ def test_metadata(qwen):
     recurrence = RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
     assert params.recurrent_layers == (convolution, recurrence, convolution, recurrence)
     assert (len(params.layers), params.backend) == (1, "cpu")
-    # With this constant, ExecuTorch's runners would run the program as one without a state.
+    # With this constant, ExecuTorch's runners would run the program as if it had no state.
     assert "get_n_caches" not in qwen.constant_names
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import etkv
+
 RIGHT = """
 from collections.abc import Iterator
 
@@ -79,7 +81,8 @@ ROOT = Path(__file__).parents[2]
 def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
     """Return the line and the code of each of mypy's errors in ``program``, and mypy's output.
 
-    The config is that of `make lint`, which is strict, so that mypy reads torch from its cache.
+    The config is that of `make lint`, which is strict, so that mypy reads torch from its cache. It reads etkv's
+    sources. That users get the types is a test of its own.
     """
     file = tmp_path / "program.py"
     file.write_text(program)
@@ -87,6 +90,7 @@ def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
     found = re.findall(r"program\.py:(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
     assert (done.returncode, done.stderr) == (1 if found else 0, ""), done.stdout + done.stderr
+    assert done.stdout.count(": error: ") == len(found), done.stdout
     return {(int(line), code) for line, code in found}, done.stdout
 
 
@@ -99,3 +103,7 @@ def test_wrong_uses_are_errors(tmp_path):
     expected = {(number, line.rpartition("# ")[2]) for number, line in marks if "  # " in line}
     found, said = checked(tmp_path, WRONG)
     assert found == expected, said
+
+
+def test_the_package_says_that_it_has_types():
+    assert Path(etkv.__file__).with_name("py.typed").is_file()

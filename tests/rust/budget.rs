@@ -1,5 +1,6 @@
-//! Sessions that are created, grow, convert and are dropped under one memory budget, and checkpoints that give way to
-//! a step. The whole process shares the budget, so this file is a separate process, and its tests take turns.
+//! Sessions that are created, grow, convert and are dropped under one memory budget, and checkpoints that are dropped
+//! to make room for a step. The whole process shares the budget, so this file is a separate process, and its tests take
+//! turns.
 
 use std::sync::Mutex;
 
@@ -258,7 +259,7 @@ fn checkpoints_give_way<B: Backend>() {
             (1..=64).step_by(3).map(step_beside_checkpoints::<B>).collect();
         found.dedup();
         let kept = |positions: &[i32]| Some(positions.to_vec());
-        // The longer the steps, the more checkpoints give way, until not even all of them are enough.
+        // The longer the steps, the more checkpoints are dropped. In the end, dropping all of them is not enough.
         assert_eq!(found, [kept(&[128, 256]), kept(&[256]), kept(&[]), None]);
     });
 }

@@ -21,7 +21,7 @@ use etkv_tests::{oracle, runs, Rng};
 
 type AnyCache = driver::AnyCache<OnCpu>;
 
-/// The number of different contents. A process saves one after the other.
+/// The number of versions of the contents. A process saves the versions one after the other.
 const VERSIONS: u64 = 6;
 
 /// The target of a save.

@@ -131,7 +131,7 @@ fn values_in_keys_are_compared() {
     .unwrap();
 }
 
-/// Forwards that are not evaluated yet remain when the next one is aborted.
+/// Committed forwards whose arrays are not evaluated yet remain when the next forward is aborted.
 #[test]
 fn what_was_before_stays() {
     etkv::mlx::run(|| {

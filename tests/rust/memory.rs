@@ -96,7 +96,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
 
 type New = fn(CacheConfig) -> Box<MlxCache>;
 
-const LENGTH: i32 = 16_384;
+const LENGTH: i32 = 32_768;
 /// The number of elements of one layer's keys. A copy of them would be visible.
 const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
 

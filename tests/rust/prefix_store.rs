@@ -90,7 +90,7 @@ fn a_text_replaces_its_prefixes() {
     assert!(save(&store, shape, &other));
     assert_eq!(files(folder.path()).len(), 2);
     assert_eq!(load(&store, shape, &other[..60]), 60);
-    // Other kinds, layers and models do not find it.
+    // Caches of another kind, of other layers or of another model do not find the text.
     for other in [TextShape { kind: 1, ..shape }, TextShape { windowed: true, ..shape }] {
         assert_eq!(load(&store, other, &text), 0);
     }

@@ -48,7 +48,7 @@ def look_up_once() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Registered:
-    """What torch registers for an operator: its kernels before and after, and the rule for fake tensors."""
+    """What torch registers for an operator: its kernels before and within the block, and the rule for fake tensors."""
 
     decomposition: Any
     before: dict[Any, Any]

@@ -18,7 +18,7 @@ from . import cases, payloads
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
 ENOUGH = 1000
-"""The number of programs from which on a campaign must run some and refuse others."""
+"""A campaign of at least this number of programs must run some of them and refuse others."""
 
 
 def run(count: int, *, first: int, seed: int | None, jobs: int) -> str | None:

@@ -2,7 +2,7 @@
 
 The sources are the schema of the installed wheel, the table of operations in
 ``crates/etkv-mlx-program/src/ops/mod.rs``, and the outcomes of a run. ``python -m tests.upstream_ops
---write-expected`` writes the page; a test compares it.
+--write-expected`` writes the page. A test compares the page with the text that these sources give now.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ MEMORY = 8 << 30
 def serve(prepare: Callable[[], Callable[[Any], Any]]) -> None:
     """Answer tasks with the function that ``prepare`` returns, until stdin ends.
 
-    An answer is ``{"answer": ..., "bytes": resident}``. The first one comes without a task, when the worker is ready.
+    An answer is ``{"answer": ..., "bytes": resident}``. The first answer is for no task: it says that the worker is
+    ready.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

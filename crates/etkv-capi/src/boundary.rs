@@ -1,5 +1,5 @@
-//! The boundary between Rust and C. No panic crosses it: a panic becomes a status with an error object, the value for
-//! no live handle, or a log message.
+//! The boundary between Rust and C. No panic crosses it. Depending on the function, a panic becomes a status with an
+//! error object, the value that the function returns for a handle that is not live, or a log message.
 
 use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -11,8 +11,9 @@ use super::error::{etkv_error, OK};
 use super::fork;
 pub(crate) use super::lifetimes::{free, lasting, panic_error, TARGET};
 
-/// Exports functions to C. Each gets a last parameter, `error: *mut *mut etkv_error`, returns a status, and runs in a
-/// [`boundary`]. The calls of this macro have parentheses, because rustfmt does not format functions in braces.
+/// Exports functions to C. Each function gets a last parameter, `error: *mut *mut etkv_error`, returns a status, and
+/// runs in a [`boundary`]. The calls of this macro have parentheses, because rustfmt does not format functions in
+/// braces.
 macro_rules! c_functions {
     ($(
         $(#[$doc:meta])*
@@ -214,7 +215,7 @@ pub(crate) unsafe fn read_grown<T: Copy>(
     Ok((copy, size))
 }
 
-/// Returns the size of the caller's structs for the layers of a cache, or `None` without room for them.
+/// Returns the size of the caller's structs for the layers of a cache, or `None` if the caller passes none.
 ///
 /// # Safety
 /// `layers` is NULL or points to `room` structs as the header says.
@@ -244,7 +245,7 @@ pub(crate) unsafe fn room<T: Copy>(
 /// Fills the caller's structs, `size` bytes apart, if the caller passed any.
 ///
 /// # Safety
-/// `layers` points to a struct for each of `found`, if there is a size.
+/// If `size` is not `None`, `layers` points to a struct for each element of `found`.
 pub(crate) unsafe fn fill_layers<T, Layer>(
     layers: *mut T,
     size: Option<usize>,

@@ -94,7 +94,7 @@ mod ffi {
         ) -> *mut u8;
         /// Sets output `i` to an integer. Returns false if there is no such output.
         fn set_integer(self: Pin<&mut Host>, i: usize, value: i64) -> bool;
-        /// Returns the reason that the last output was refused.
+        /// Returns the reason why the last output was refused.
         fn refusal(self: &Host) -> &CxxString;
 
         /// The threads of the host.

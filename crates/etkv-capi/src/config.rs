@@ -64,7 +64,7 @@ pub struct etkv_cache_config {
 /// The size of the struct before it had `recurrent_layers`.
 const WITHOUT_RECURRENT_LAYERS: usize = std::mem::offset_of!(etkv_cache_config, recurrent_layers);
 
-/// The `checkpoints` of a config without checkpoints.
+/// The value of `checkpoints` in a config without checkpoints.
 const NO_CHECKPOINTS: i32 = -1;
 
 c_functions!(
@@ -195,7 +195,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
 /// zero. `names` are the names of the list and of one element, for messages.
 ///
 /// # Safety
-/// `first` points to `n` structs that begin with their size, which is the distance between them.
+/// `first` points to `n` structs that begin with their size. The structs are that many bytes apart.
 unsafe fn raw_list<T: Copy>(
     first: *const T,
     n: usize,

@@ -33,7 +33,7 @@ pub(crate) fn watch() {
     });
 }
 
-/// Returns whether this process was forked while etkv was used.
+/// Returns whether this process was forked while etkv was in use.
 pub(crate) fn happened() -> bool {
     FORKED.load(Ordering::Relaxed)
 }

@@ -192,7 +192,8 @@ mod inner {
     pub struct Generation {
         generation: Mutex<program::Generation>,
         n_prompts: usize,
-        /// The lock is not taken, because a running call holds it.
+        /// Whether the answers must end. It is set without the lock of `generation`, because a running call holds that
+        /// lock.
         cancelled: AtomicBool,
     }
 
@@ -233,7 +234,7 @@ mod inner {
             self.cancelled.load(Ordering::Relaxed)
         }
 
-        /// Waits for other threads, except in the memory callback: there they may wait for this thread.
+        /// Waits for other threads, except in the memory callback: there the other threads may wait for this thread.
         fn lock(&self) -> Result<MutexGuard<'_, program::Generation>> {
             match self.generation.try_lock() {
                 Some(generation) => Ok(generation),

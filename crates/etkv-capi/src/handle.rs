@@ -28,7 +28,7 @@ struct Entry {
 }
 
 /// The live handles. No object is dropped while a part of the table is locked, because a drop may take long and may
-/// lock.
+/// wait for locks.
 static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
 
 /// Bits that are set in every handle. On 64-bit machines no address of an object has them.

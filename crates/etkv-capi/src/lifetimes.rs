@@ -30,7 +30,7 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
 /// Runs the body of a function that frees. Such a function has no status, so a panic is only
 /// logged.
 pub(crate) fn free<T: Object>(handle: *mut T) {
-    // After a fork the objects belong to the other process.
+    // After a fork the objects belong to the parent process.
     if fork::happened() {
         return;
     }

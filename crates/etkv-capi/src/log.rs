@@ -37,7 +37,8 @@ unsafe impl Send for Listener {}
 // SAFETY: as above.
 unsafe impl Sync for Listener {}
 
-/// The receiver of messages. It is read-locked during a callback, so that no callback runs after it was replaced.
+/// The receiver of messages. It is read-locked while a callback runs, so that a callback is no longer running once it
+/// has been replaced.
 static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
 
 /// A message that the host may take.
@@ -75,7 +76,7 @@ c_functions!(
         listen(filter, Listener::Callback(callback, user))
     }
 
-    /// Keeps messages instead of calling back.
+    /// Keeps messages instead of passing them to a callback.
     unsafe fn etkv_log_keep(filter: *const c_char, most: usize) -> Result<()> {
         if most == 0 {
             fail!(InvalidArgument, "most is 0, the minimum is 1");
@@ -166,7 +167,8 @@ fn deliver(metadata: &'static Metadata<'static>, message: String) {
         Some(Listener::Callback(callback, user)) => {
             let target = CString::new(target).unwrap_or_default();
             let message = CString::new(message).unwrap_or_default();
-            // SAFETY: the host guarantees that the callback may be called so; the strings outlive the call.
+            // SAFETY: the host guarantees that the callback may be called with these arguments; the strings outlive the
+            // call.
             unsafe { callback(level, target.as_ptr(), message.as_ptr(), user) };
         }
         Some(Listener::Keep(most)) => {

@@ -79,7 +79,7 @@ pub(super) unsafe fn fill_memory(
         anchors_allocated: layer.anchors.allocated,
         anchors_used: layer.anchors.used,
     };
-    // Both are checked before either is written.
+    // The lists of both sorts of layers are checked before either is written.
     // SAFETY: the caller keeps the contract above.
     unsafe {
         let size = room(filled.layers, filled.n_layers, found.layers.len(), "memory.layers")?;
@@ -151,8 +151,8 @@ unsafe impl Sync for Host {}
 
 impl Reclaim for Host {
     fn reclaim(&self, bytes: u64) -> u64 {
-        // Read-locked during the call, so that no callback runs after it was replaced. A thread never locks twice
-        // here: reservations inside a reclaimer do not call reclaimers.
+        // Read-locked while the callback runs, so that a callback is no longer running once it has been replaced. A
+        // thread never locks twice here: reservations inside a reclaimer do not call reclaimers.
         match *self.0.read() {
             // SAFETY: the host guarantees that the callback may be called with this pointer.
             Some((callback, user)) => unsafe { callback(bytes, user) },

@@ -61,7 +61,7 @@ c_functions!(
         };
         let (n_layers, n_recurrent_layers) = (found.layers.len(), found.recurrent_layers.len());
         let (layers, recurrent_layers) = (given.layers, given.recurrent_layers);
-        // Both are checked before either is written.
+        // The lists of both sorts of layers are checked before either is written.
         let size = room(layers, given.n_layers, n_layers, "metadata.layers")?;
         let name = "metadata.recurrent_layers";
         let recurrent_size =

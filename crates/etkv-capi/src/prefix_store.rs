@@ -1,4 +1,4 @@
-//! `etkv_prefix_store`: a folder of texts that caches have read.
+//! `etkv_prefix_store`: a folder of files with the contents of caches, found by their texts.
 
 use std::ffi::c_char;
 use std::sync::Arc;

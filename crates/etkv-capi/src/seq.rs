@@ -53,7 +53,7 @@ fn with_sequences<T>(
 }
 
 c_functions!(
-    /// Makes a handle for sequences on the same cache.
+    /// Makes a handle on the same cache, as a cache of several sequences.
     unsafe fn etkv_cache_as_seq(
         cache: *const etkv_cache,
         sequences: *mut *mut etkv_seq_cache,

@@ -42,7 +42,7 @@ c_functions!(
         })
     }
 
-    /// Makes a handle for sequences on the session's cache.
+    /// Makes a handle on the session's cache, as a cache of several sequences.
     unsafe fn etkv_session_seq(
         session: *const etkv_session,
         cache: *mut *mut etkv_seq_cache,
@@ -52,7 +52,7 @@ c_functions!(
         })
     }
 
-    /// Makes a handle for trees on the session's cache.
+    /// Makes a handle on the session's cache, as a cache with trees.
     unsafe fn etkv_session_tree(
         session: *const etkv_session,
         cache: *mut *mut etkv_tree_cache,

@@ -40,7 +40,7 @@ fn with_trees<T>(
 }
 
 c_functions!(
-    /// Makes a handle for trees on the same cache.
+    /// Makes a handle on the same cache, as a cache with trees.
     unsafe fn etkv_cache_as_tree(
         cache: *const etkv_cache,
         trees: *mut *mut etkv_tree_cache,

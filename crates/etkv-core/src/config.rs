@@ -88,7 +88,7 @@ impl LayerGroups {
     }
 }
 
-/// The maximum number of anchors of a sequence, and of checkpoints of a cache.
+/// The maximum number of anchors of a sequence.
 pub(crate) const MAX_ANCHORS: i32 = 64;
 const MAX_CHECKPOINTS: i32 = 256;
 
@@ -100,9 +100,10 @@ pub struct CacheConfig {
     /// One entry for each recurrent layer, in the order of the program's ids of these layers.
     pub recurrent_layers: Vec<RecurrentLayer>,
     /// The number of anchors that a sequence keeps in recurrences, at least 1. With n anchors, a sequence can be
-    /// rewound by at least n - 1 blocks. Each anchor takes the memory of all states.
+    /// rewound by at least n - 1 blocks. An anchor takes the memory of one state of each recurrence.
     pub anchors: i32,
-    /// The maximum number of checkpoints of the cache, from 0 to 256. Each checkpoint takes the memory of all states.
+    /// The maximum number of checkpoints of the cache, from 0 to 256. A checkpoint takes the memory of one state of
+    /// each recurrence.
     pub checkpoints: i32,
     /// The maximum number of positions of the cache.
     pub capacity: i32,
@@ -168,7 +169,7 @@ impl CacheConfig {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field in the message.
     pub fn validate(&self) -> Result<()> {
         if self.layers.is_empty() && self.recurrent_layers.is_empty() {
             fail!(InvalidArgument, "a cache needs at least 1 layer");

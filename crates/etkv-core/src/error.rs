@@ -36,8 +36,8 @@ pub enum Status {
     Step = 11,
     /// A defect inside this library.
     Internal = 12,
-    /// A file of a cache's contents cannot be read or written, is damaged, or belongs to another version,
-    /// model or config.
+    /// A file with a cache's contents cannot be read or written, is damaged, or belongs to another version, model or
+    /// config.
     File = 13,
     /// The program has a version that this build does not read.
     Version = 14,
@@ -62,7 +62,8 @@ impl Status {
         Self::Version,
     ];
 
-    /// The name in every language: that of the C constant without `ETKV_ERROR_`.
+    /// Returns the name of the status, which is the same in every language: the name of the C constant without
+    /// `ETKV_ERROR_`.
     pub fn name(self) -> &'static str {
         match self {
             Self::InvalidArgument => "INVALID_ARGUMENT",

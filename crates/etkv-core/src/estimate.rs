@@ -14,7 +14,7 @@ impl CacheConfig {
         self.estimate_of(length, false)
     }
 
-    /// Returns [`estimate`](Self::estimate) for the kinds "seq" and "tree" with one sequence.
+    /// Does the same as [`estimate`](Self::estimate), but for a cache of kind "seq" or "tree" with one sequence.
     pub fn estimate_shared(&self, length: i32) -> Memory {
         self.estimate_of(length, true)
     }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{fail, Error, Result};
 
-/// A storage format. A row is one position of one KV head. Each row is encoded independently.
+/// A storage format. A row is the key or the value of one position in one KV head. Each row is encoded independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum KvFormat {
@@ -25,11 +25,11 @@ pub enum KvFormat {
         /// The number of elements of a group: 32, 64 or 128. It must divide head_dim.
         group: u8,
     },
-    /// OCP microscaling: E4M3 elements, with an E8M0 scale for every 32.
+    /// OCP microscaling: E4M3 elements, with an E8M0 scale for every 32 elements.
     Mxfp8,
-    /// OCP microscaling: E2M1 elements, with an E8M0 scale for every 32.
+    /// OCP microscaling: E2M1 elements, with an E8M0 scale for every 32 elements.
     Mxfp4,
-    /// NVIDIA's block float: E2M1 elements, with an E4M3 scale for every 16.
+    /// NVIDIA's block float: E2M1 elements, with an E4M3 scale for every 16 elements.
     Nvfp4,
     /// Symmetric integers from -8 to 7 with one float16 scale for each row. The scale is the row's largest magnitude
     /// divided by 7.
@@ -39,7 +39,8 @@ pub enum KvFormat {
     RowFp4,
 }
 
-/// Declares the formats without parameters, and their names. The compiler reports a format that is missing.
+/// Declares the formats without parameters, and their names. The compiler reports a format that is missing from the
+/// list.
 macro_rules! named_formats {
     ($($format:ident => $name:literal,)+) => {
         const NAMED: &[(KvFormat, &str)] = &[$((KvFormat::$format, $name)),+];

@@ -37,7 +37,7 @@ impl<S: Store> Forwards<S> {
         self.made.iter().filter(|&&made| made).count()
     }
 
-    /// Runs a call: writes a layer's new rows, passes the rows that the layer's queries attend to on to `work`, and
+    /// Runs a call: writes a layer's new rows, calls `work` with the rows that the layer's queries attend to, and
     /// returns the result of `work`. If `work` fails, the forward is rolled back, even in its last call: a forward
     /// commits only if the host has all of its results.
     ///

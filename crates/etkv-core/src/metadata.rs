@@ -19,11 +19,11 @@ const CHUNK: &str = "kv_cache.chunk";
 /// The number of layers, and the facts that every program has.
 const VERSIONED: [&str; 3] = ["kv_cache.n_layers", "kv_cache.n_kv_heads", "kv_cache.head_dim"];
 const WINDOW: &str = "kv_cache.window";
-/// The same facts in programs of ExecuTorch's exporter, which have no version and always have windows.
+/// The same facts in programs of ExecuTorch's exporter. These programs report no version, and always report windows.
 const EXPORTERS: [&str; 3] = ["get_n_caches", "get_kv_heads", "get_head_dims"];
 const EXPORTERS_WINDOWS: &str = "get_windows";
 const STEP: &str = "get_prefill_chunk_size";
-/// The context length has a name for each exporter of ExecuTorch.
+/// The names of the context length. Each exporter of ExecuTorch uses another one.
 const CONTEXT: [&str; 3] = ["get_max_ctx_len", "get_max_context_len", "get_max_seq_len"];
 
 /// The facts of a program's caches.
@@ -41,7 +41,7 @@ pub struct Metadata {
     pub context_length: i32,
 }
 
-/// The facts of one layer that attends. The config of a cache limits them further.
+/// The facts of one layer that attends. The config of a cache has stricter limits for them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerMetadata {
     /// The number of KV heads.
@@ -85,7 +85,8 @@ impl Metadata {
     /// those of ExecuTorch's exporter.
     ///
     /// # Errors
-    /// [`Program`](Status::Program) for another version, and for a fact that is absent or not valid, with its name.
+    /// [`Program`](Status::Program) for another version, and for a fact that is absent or not valid. The message names
+    /// the fact.
     pub fn read(constants: &Map<String, Value>) -> Result<Self> {
         let constants = Constants(constants);
         let version = constants.count(VERSION)?;
@@ -138,7 +139,7 @@ impl Constants<'_> {
         }
     }
 
-    /// Returns the layers that attend. There must be at least `least`.
+    /// Returns the layers that attend. There must be at least `least` of them.
     fn layers(&self, is_versioned: bool, least: i32) -> Result<Vec<LayerMetadata>> {
         let [n_layers, kv_heads, head_dim] = if is_versioned { VERSIONED } else { EXPORTERS };
         let found = self.count(n_layers)?.ok_or_else(|| absent(n_layers))?;
@@ -176,7 +177,8 @@ impl Constants<'_> {
         (0..n).map(layer).collect()
     }
 
-    /// Returns the recurrent layers, from the fields of each in the order of [`RecurrentLayer::from_fields`].
+    /// Returns the recurrent layers. The program lists the fields of one layer after the other, in the order of
+    /// [`RecurrentLayer::from_fields`].
     fn recurrent_layers(&self) -> Result<Vec<RecurrentLayer>> {
         const NAME: &str = RECURRENT_LAYERS;
         let value = self.0.get(NAME).ok_or_else(|| absent(NAME))?;
@@ -393,7 +395,7 @@ mod tests {
         let read_fields: Vec<_> =
             found.recurrent_layers.iter().flat_map(RecurrentLayer::fields).collect();
         assert_eq!(read_fields, fields);
-        // A program of version 1 has no recurrent layers, so it needs others.
+        // A program of version 1 has no recurrent layers, so it needs layers that attend.
         assert_refused(constants(1), json!({}), "`kv_cache.n_layers` is 0, expected 1 to 65536");
         let absent = "the program does not report `kv_cache.recurrent_layers`; export it with an off-graph KV cache";
         assert_refused(constants(2), json!({RECURRENT_LAYERS: null}), absent);

@@ -104,13 +104,13 @@ impl<S: Store> Drop for FrozenRows<S> {
 
 /// The face of a cache that can share its contents with other caches.
 pub trait ShareCache {
-    /// Freezes the contents of the cache, which then continues from the prefix itself. Rows that it already reads
-    /// from a prefix stay in place. The other rows move to shared memory, one layer after the other. First rolls back
-    /// a step that was set aside, and reads the values of a step that was committed unread.
+    /// Freezes the contents of the cache as a prefix. The cache itself then continues from this prefix. Rows that the
+    /// cache already reads from an earlier prefix stay in place. The other rows move to shared memory, one layer after
+    /// the other. First rolls back a step that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, has another sequence than 0, or
-    ///   has candidates. Also if the sequence does not begin at position 0 or has gaps.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, has a sequence other than 0, or has
+    ///   candidates. Also if the sequence does not begin at position 0 or has gaps.
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) for a backend that cannot share memory.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory. The contents are
@@ -183,7 +183,7 @@ impl Prefix {
         &self.pieces
     }
 
-    /// Returns whether no cache and no other handle uses its rows.
+    /// Returns whether no cache and no other handle uses the prefix's rows.
     pub fn is_idle(&self) -> bool {
         Arc::strong_count(&self.rows) == 1
     }

@@ -62,8 +62,8 @@ impl Reclaimers {
         all.insert(at, (class, reclaimer));
     }
 
-    /// Calls the reclaimers in order, without a lock, as long as `fits` returns a number of lacking bytes. Stops when
-    /// `fits` returns `None`.
+    /// Calls the reclaimers in order, without holding a lock, as long as `fits` returns a number of lacking bytes.
+    /// Stops when `fits` returns `None`.
     pub fn ask(&self, fits: &mut dyn FnMut() -> Option<u64>) {
         let all: Vec<_> = {
             let all = self.0.lock();
@@ -80,7 +80,8 @@ impl Reclaimers {
 
 fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
     let _inside = ReclaimScope::enter();
-    // This may be the last owner of the reclaimer, which must then be dropped inside the scope too.
+    // `reclaimer` may be the last handle of its object. The closure owns it, so that the object is dropped inside the
+    // scope too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
         error!(target: TARGET, "a reclaimer of the memory budget failed because of a defect");

@@ -44,7 +44,8 @@ impl RecurrentLayer {
     /// `channel_decay`. [`Self::validate`] checks the sizes.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for another kind, and for a size of the other kind.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a kind other than 1 and 2, and for a size that only the
+    /// other kind has.
     pub fn from_fields(fields: [i32; Self::N_FIELDS]) -> Result<Self> {
         let [kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay] = fields;
         let of_convolution = [("channels", channels), ("width", width)];
@@ -86,7 +87,7 @@ impl RecurrentLayer {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field in the message.
     pub fn validate(&self) -> Result<()> {
         let at_least_1 = |name: &str, value: i32| match value {
             ..=0 => fail!(InvalidArgument, "{name} is {value}, the minimum is 1"),

@@ -115,8 +115,9 @@ impl SharedCache {
         self.cache.lock()
     }
 
-    /// Returns the cache with its face for programs of the backend with store `S`, to a program that begins to use it:
-    /// the next step [compares](AttendCache::expect_program) the values of layers with values in keys.
+    /// Returns the cache with its face for programs of the backend with store `S`. Call it for a program that begins to
+    /// use the cache: in layers with values in keys, the next step [compares](AttendCache::expect_program) the values
+    /// with the keys.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.

@@ -106,7 +106,8 @@ pub struct CellsState {
     /// The cells of recurrent layers, if the model has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recurrent: Option<RecurrentState>,
-    /// The checkpoints. In layer groups, their owners are listed as sequences.
+    /// The checkpoints. The layer groups list the cells of a checkpoint under its `owner`, like the cells of a
+    /// sequence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<CheckpointState>,
 }
@@ -476,7 +477,8 @@ impl Snapshot {
     /// stores all sequences in `formats`.
     pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
         self.check_formats()?;
-        // Rows that were saved before `quantized_kv_start` are converted, as the saved cache would have done later.
+        // Rows that were saved before `quantized_kv_start` are converted, as the saved cache would have converted them
+        // later.
         let waited = self.awaits
             && self.storage == SavedFormats::from(config)
             && self.formats == [config.float_format; 2]

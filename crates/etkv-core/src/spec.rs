@@ -28,7 +28,7 @@ pub struct AttendSpec<V, M> {
     pub mask: Mask<M>,
 }
 
-/// How the products of queries and keys become the weights of values.
+/// How the products of queries and keys become attention weights.
 ///
 /// The logits of a query are its products with the keys that it sees, times [`scale`](Self::scale), bounded by
 /// [`softcap`](Self::softcap). The weights are their softmax, in which the head's sink is one more logit. A scale can
@@ -58,7 +58,7 @@ impl<T: ?Sized> From<f32> for Scoring<'_, T> {
 }
 
 impl<T: ?Sized> Scoring<'_, T> {
-    /// The range of softcaps that backends compute in float32.
+    /// The range of softcaps that backends can compute in float32.
     pub const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-30..=1e30;
 
     /// Returns whether there is neither a softcap nor sinks.

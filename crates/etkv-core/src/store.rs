@@ -16,7 +16,7 @@ use crate::store_layer::StoreLayer;
 /// slots, and the cache calls the store.
 ///
 /// A store may be lazy: [`write`](Self::write) and [`read`](Self::read) may only record work, which
-/// [`eval`](Self::eval) executes. [`abort`](Self::abort) undoes it, executed or not.
+/// [`eval`](Self::eval) executes. [`abort`](Self::abort) undoes this work, whether it is executed or not.
 ///
 /// # The order of calls
 ///
@@ -56,8 +56,8 @@ pub trait Store: Sized + Send + 'static {
     /// Rows that several stores may read, and that no store writes. A clone refers to the same rows.
     type Frozen: Send + Sync;
 
-    /// Returns a store without slots for these layers. A layer's rows are stored in
-    /// [its formats](StoreLayer::formats) in a cache of `formats`. A missing second buffer has 0 bytes.
+    /// Returns a store without slots for these layers. A layer stores its rows in [the formats](StoreLayer::formats)
+    /// that it has in a cache of `formats`. A missing second buffer has 0 bytes.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a format that the layers' rows do not fit,

@@ -2,7 +2,8 @@
 //! and the rows that the scan reads. There are as many layers as in a model, so most of these bytes are in no cache
 //! of the processor when a layer is called again.
 //!
-//! `cargo bench -p etkv-cpu --bench scan`. Prints medians in microseconds per layer, for the rows after the anchor.
+//! `cargo bench -p etkv-cpu --bench scan`. Prints medians in microseconds per layer, for several numbers of
+//! rows after the anchor.
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -130,7 +130,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 reads.push(begin.elapsed().as_secs_f64());
             }
             let ([time, least], [read, least_read]) = (median(&mut times), median(&mut reads));
-            // For each vector: products with the state and with half a block of rows. And the folds.
+            // The operations of each vector are products with the state and with half a block of rows. The
+            // operations of the folds are added.
             let vectors = if delta { 2 } else { 1 };
             let pairs: usize = (0..n).map(|t| (before + t) % 64).sum();
             let each = vectors * (n * k_dim * v_dim + pairs * (k_dim + v_dim));

@@ -36,8 +36,8 @@ pub fn attend<'a>(
 /// The same as [`attend`], but writes the output to `start`.
 ///
 /// # Safety
-/// `start` must point to `n_heads * T * v_head_dim` elements of `dtype`, aligned to their size, which nothing
-/// else accesses during the call.
+/// `start` must point to `n_heads * T * v_head_dim` elements of `dtype`, aligned to their size. Nothing else
+/// may access them during the call.
 pub(crate) unsafe fn attend_into(
     q: &Tensor,
     spec: &Spec<CpuStore>,

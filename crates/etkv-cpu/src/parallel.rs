@@ -26,8 +26,8 @@ impl Parallel for Serial {
     }
 }
 
-/// Calls `work` with each of `0..count` once, on `threads` threads. A thread gets the next number when it is done with
-/// the last. `begin` returns what a thread uses for all its numbers.
+/// Calls `work` with each of `0..count` once, on `threads` threads. A thread gets the next number when it has
+/// finished its previous one. `begin` returns what a thread uses for all its numbers.
 pub(crate) fn share<T>(
     parallel: &dyn Parallel,
     threads: usize,

@@ -83,7 +83,8 @@ fn outputs_are_sums_over_the_experts_of_a_token() {
     assert_eq!(call.n_inputs(), 6);
     let found = Tensors::new().call(&mut call, |_| {}).unwrap();
     // The output of token 0 is half of expert 0 plus a quarter of expert 1, which has a bias of 10 in its
-    // first element. That of token 1 is expert 1 with two factors.
+    // first element. Token 1 has expert 1 twice: its output is that of expert 1, times the sum of both
+    // factors.
     assert_eq!(found, [0.5 + 0.25 * 12.0, 0.0, 1.5 + 1.5, 2.0 + 2.0, 60.0, 36.0, 0.0, 48.0]);
 }
 

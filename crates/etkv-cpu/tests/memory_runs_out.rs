@@ -44,7 +44,8 @@ unsafe impl GlobalAlloc for FailingAllocator {
 #[global_allocator]
 static ALLOCATOR: FailingAllocator = FailingAllocator;
 
-/// The numbers of tokens of the forwards, which include growth, conversion and the slide of a window.
+/// The number of tokens of each forward. The forwards include growth and conversion of the cache, and the
+/// slide of a window.
 const TOKENS: [i64; 14] = [3, 16, 1, 16, 16, 16, 16, 1, 16, 16, 1, 1, 16, 16];
 
 fn session(kind: &str, config: &CacheConfig) -> Session {

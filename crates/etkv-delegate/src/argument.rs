@@ -91,7 +91,7 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     unsafe { std::slice::from_raw_parts(data, n) }
 }
 
-/// The host that runs a program, which owns the outputs.
+/// The host that runs a program. It owns the outputs.
 pub trait Host {
     /// Sets the shape of the output at `index`, and returns its memory: `n_bytes` bytes, aligned for its elements.
     /// The run writes the elements in row-major order. It may fail after it has written some of them.

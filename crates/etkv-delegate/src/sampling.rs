@@ -1,7 +1,7 @@
 //! Sampling: the choice of a token from logits.
 //!
 //! A backend may sample on its device; [`Sampling::choose`] defines the result. The backend and `choose` use the same
-//! random numbers, so the same seed gives the same tokens, unless the last bits of a float decide.
+//! random numbers, so the same seed gives the same tokens, unless a choice depends on the last bits of a float.
 
 use std::borrow::Cow;
 
@@ -167,7 +167,7 @@ impl Sampling {
         }
     }
 
-    /// Replaces logits by weights: 1 for the argmax, and 0 for a token that is not kept.
+    /// Replaces each logit by the token's weight in the choice: 1 for the argmax, and 0 for a token that is not kept.
     fn weigh(&self, logits: &mut [f32], best: usize) {
         let most = logits[best];
         let mut sorted: Vec<f32> = Vec::new();
@@ -205,7 +205,7 @@ impl Sampling {
     }
 }
 
-/// Returns the index of the largest number, the first of several.
+/// Returns the index of the largest number. If several are equally large, returns the first of them.
 fn argmax(values: &[f32]) -> Result<usize> {
     let Some((&first, rest)) = values.split_first() else {
         fail!(InvalidArgument, "there are no logits to choose from");

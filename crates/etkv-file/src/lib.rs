@@ -88,8 +88,8 @@ pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec
 /// cache that has only this sequence, as sequence 0.
 ///
 /// # Errors
-/// Errors of [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for
-/// a sequence without positions or with candidates.
+/// Errors of [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a sequence number out of range,
+/// and for a sequence without positions or with candidates.
 pub fn save_sequence(
     cache: &mut dyn Cache,
     sequence: i32,
@@ -114,8 +114,8 @@ pub fn save_sequence(
 /// into each other, and other formats are refused.
 ///
 /// # Errors
-/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence that
-///   already has positions or candidates.
+/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a sequence number out of range, and for a sequence
+///   that already has positions or candidates.
 /// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit next to the others.
 /// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
 ///   config. Also if the file has values that are not finite, because other sequences would read them.

@@ -39,7 +39,7 @@ pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    // Only the user can read the file. It is removed if anything fails.
+    // Only the user of this process can read the file. It is removed if anything fails.
     let mut file = tempfile::Builder::new()
         .prefix(".etkv-")
         .suffix(".part")

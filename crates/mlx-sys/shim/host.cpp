@@ -3,7 +3,7 @@
 // MLX keeps arrays of the host in managed memory. When a kernel first reads such an array, its pages move to the GPU.
 // On an H200 this takes 80 to 280 us for each array in every step, even for a few positions or a mask. Pinned memory
 // is read over the bus in a microsecond or two. When the host reads an array, MLX moves it to managed memory
-// permanently, with a new allocation each time. This file copies it instead.
+// permanently, with a new allocation each time. This file copies the array to the host instead.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,8 @@
 //! Raw bindings to mlx-c, linked to the MLX that pip installs.
 //!
-//! Replaces the published crate of the same name and version, which builds MLX from source and only on Apple's
-//! systems. The workspace substitutes it with `[patch.crates-io]`; `mlx-rs` uses it unchanged.
+//! Replaces the published crate of the same name and version, which builds MLX from source and only on Apple's systems.
+//! `[patch.crates-io]` in the workspace's `Cargo.toml` puts this crate in the place of the published one, and `mlx-rs`
+//! itself is not changed.
 #![allow(non_upper_case_globals, non_camel_case_types, non_snake_case)]
 #![allow(clippy::all)]
 

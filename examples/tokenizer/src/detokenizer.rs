@@ -19,7 +19,7 @@ const MAX_HELD: usize = 64;
 pub struct Detokenizer {
     backend: Arc<Backend>,
     skip_special_tokens: bool,
-    /// The ids that affect later text. The text of the first `n_context` is already returned.
+    /// The ids that affect later text. The text of the first `n_context` ids is already returned.
     ids: Vec<u32>,
     n_context: usize,
     /// The part of the text of `ids` that is already returned.

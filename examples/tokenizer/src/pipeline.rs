@@ -1,7 +1,8 @@
 //! Refuses a `tokenizer.json` whose steps could make a text too long.
 //!
-//! `python/etkv/_pipeline.py` has the same rule. A step may write two characters for one and double a text. Forty
-//! such steps exhaust the memory of a process. So the maximum growth of a text is computed before a file is loaded.
+//! `python/etkv/_pipeline.py` has the same rule. A step may write two characters for each one that it reads, and so
+//! double a text. Forty such steps exhaust the memory of a process. So the maximum growth of a text is computed before
+//! a file is loaded.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -13,7 +14,7 @@ use serde_json::Value;
 /// The maximum growth factor of a text in one part of a tokenizer. Published tokenizers stay below 200.
 const MAX: f64 = 1024.0;
 
-/// The names of the lists of steps in a sequence.
+/// The names of the fields in which a sequence lists its steps.
 const STEPS: [&str; 4] = ["normalizers", "pretokenizers", "processors", "decoders"];
 
 /// The parts of a `tokenizer.json` that have steps.

@@ -92,7 +92,7 @@ impl Tokenizer {
         &self.eos_token_ids
     }
 
-    /// Returns a detokenizer for one answer. It may outlive the tokenizer.
+    /// Returns a detokenizer for one answer. The detokenizer may outlive the tokenizer.
     pub fn detokenizer(&self, skip_special_tokens: bool) -> Box<Detokenizer> {
         Box::new(Detokenizer::new(Arc::clone(&self.backend), skip_special_tokens))
     }

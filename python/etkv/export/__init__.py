@@ -122,8 +122,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         weights.release()
         kept = None
         if request.keep_hf is not None:
-            # Write the folder now, while the model has the weights that were traced. It gets its final name after the
-            # program is written.
+            # Write the Hugging Face folder now, while the model has the weights that were traced. Its files get their
+            # final names after the program is written.
             with _writing(request.keep_hf):
                 kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):

@@ -190,9 +190,9 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _cleanup_at_signals() -> Iterator[None]:
-    """Let an export that is terminated, or whose terminal closes, clean up like an interrupted one."""
+    """Let an export clean up if it is terminated or its terminal closes, as it does after an interrupt."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # Do not undo nohup, which ignores a signal.
+    # A signal that this process ignores, as under nohup, must stay ignored.
     handlers = {number: handler for number, handler in handlers.items() if handler is signal.SIG_DFL}
     try:
         for number in handlers:
@@ -204,7 +204,7 @@ def _cleanup_at_signals() -> Iterator[None]:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return numbers that differ between a file and the file that replaces it; None if there is none."""
+    """Return numbers that differ between a file and the file that replaces it; None if there is no file."""
     try:
         status = file.stat()
     except (OSError, ValueError):

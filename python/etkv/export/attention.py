@@ -133,7 +133,7 @@ def register() -> None:
     # The import registers the op's overload with sinks and a softcap.
     import etkv.op  # noqa: F401
 
-    # A step of an earlier export may have failed.
+    # A step of an earlier export may have failed, and so may still be open.
     recurrent.end()
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)

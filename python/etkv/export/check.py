@@ -104,7 +104,7 @@ class Check:
     def run_program(self, program: Path) -> bool:
         """Run ``program`` and compare it. Return whether it was compared.
 
-        Without etkv's library, or with that of another version, it is not compared, unless a check was requested.
+        Without etkv's library, or with a library of another version, nothing is compared, unless a check was requested.
         Raises :class:`EtkvError` if the program does not run, or if its outputs differ from those of the model.
         """
         if not self._wanted:

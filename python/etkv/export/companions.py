@@ -43,9 +43,11 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str
 
 
 def check_places(folder: Path, others: Iterable[str], new: Path | None = None) -> None:
-    """Raise :class:`EtkvError` if ``folder`` has folders in place of the files or of ``others``, or the reverse.
+    """Raise :class:`EtkvError` if ``folder`` has a folder where an export writes a file, or a file where it writes a
+    folder.
 
-    Otherwise an export would fail at its end. ``new`` is a folder that it creates.
+    Without this check, an export would fail at its end. The files are those of this module and ``others``. ``new`` is
+    a further folder that the export creates.
     """
     for name in (*REQUIRED, TEMPLATE, *others):
         if (folder / name).is_dir() or (new is not None and folder / name in (new, *new.parents)):
@@ -60,7 +62,7 @@ def check_places(folder: Path, others: Iterable[str], new: Path | None = None) -
 
 
 def changed(scratch: Path, folder: Path, names: list[str], program: str) -> list[str]:
-    """Return remarks on files in ``folder`` that :func:`publish` changes although other programs than ``program`` read
+    """Return remarks on files in ``folder`` that :func:`publish` changes although programs other than ``program`` read
     them.
     """
     others = sorted(file.name for file in folder.glob("*.pte") if file.name != program)

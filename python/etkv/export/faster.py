@@ -29,7 +29,8 @@ def collecting_rarely() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_needless_work() -> Iterator[None]:
-    """Skip work that an export does not need. What a release of torch or ExecuTorch lacks is left as it is."""
+    """Skip work that an export does not need. A release of torch or ExecuTorch with other internals does all the
+    work."""
     with _without_work_on_guards(), _sharing_origins(), _without_idle_passes():
         yield
 
@@ -57,7 +58,7 @@ def _sharing_origins() -> Iterator[None]:
 
     origins: Any = torch.fx.traceback
     if getattr(origins, "copy", None) is not copy:
-        # Another block shares them already.
+        # Another block shares the lists already.
         yield
         return
     names = {name: value for name, value in vars(copy).items() if not name.startswith("__")}
@@ -75,20 +76,26 @@ def _without_idle_passes() -> Iterator[None]:
                 kind = getattr(importlib.import_module(f"executorch.exir.passes.{module}"), pass_name)
             except (ImportError, AttributeError):
                 continue
-            patches.enter_context(mock.patch.object(kind, "call", _call(kind.call, has_work)))
+            patches.enter_context(mock.patch.object(kind, "call", _call(kind, kind.call, has_work)))
         yield
 
 
-def _call(call: Callable[..., Any], has_work: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Return the method ``call`` of a pass, which does nothing if no node of a graph has work for the pass."""
+def _call(kind: type, call: Callable[..., Any], has_work: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Return the method ``call`` of the pass ``kind``, which does nothing if no node of a graph has work for the pass.
+
+    A pass that runs also computes the nodes' values again. The passes around these four do so too.
+    """
     from torch.fx import GraphModule
     from torch.fx.passes.infra.pass_base import PassResult
 
     def calling(self: Any, module: Any) -> Any:
-        is_flat = not any(isinstance(child, GraphModule) for child in module.children())
-        if is_flat and not any(has_work(node) for node in module.graph.nodes if node.op == "call_function"):
-            return PassResult(module, False)
-        return call(self, module)
+        graphs = [each for each in module.modules() if isinstance(each, GraphModule)]
+        # Branches and loops are graphs of their own.
+        if type(self) is not kind or graphs != [module]:
+            return call(self, module)
+        if any(has_work(node) for node in module.graph.nodes if node.op == "call_function"):
+            return call(self, module)
+        return PassResult(module, False)
 
     return calling
 
@@ -104,18 +111,16 @@ def _is_view(node: Any) -> bool:
 
 
 def _takes_symbol(node: Any) -> bool:
-    """Return whether an operator takes tensors, and a number that is not known yet."""
+    """Return whether an operator gets a number that the export does not know where it expects a tensor."""
     import torch
 
-    schema = getattr(node.target, "_schema", None)
-    takes_tensors = schema is None or any("Tensor" in str(argument.type) for argument in schema.arguments)
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     numbers = [argument for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), symbols)]
-    if schema is None or not takes_tensors or not numbers:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not numbers:
         return False
     given = {argument.name: node.kwargs.get(argument.name) for argument in schema.arguments}
     given |= {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
-    # A list of numbers, such as a shape, stays one.
     return any("Tensor" in str(one.type) and _has(given[one.name], numbers) for one in schema.arguments)
 
 

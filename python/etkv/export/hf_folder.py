@@ -45,7 +45,7 @@ class Staged(TemporaryFolder):
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
             if (self.path / name).is_dir() and (self.folder / name).is_dir():
-                # This is the folder of named chat templates. A folder that is not empty cannot be replaced.
+                # This is the folder of named chat templates. A rename cannot replace a folder that is not empty.
                 shutil.rmtree(self.folder / name)
             (self.path / name).replace(self.folder / name)
 

@@ -81,7 +81,7 @@ def _take(name: str, module: Any) -> None:
     if not _expands(module, of_key, of_value, rotary):
         raise ValueError(f"{name}: its latents are expanded in a way that the exporter does not support")
     module.kv_b_proj = _Expansion(weight)
-    # Not written with the model, because they are parts of the weight.
+    # These buffers are not written with the model, because they are parts of the weight.
     module.register_buffer("etkv_of_key", of_key, persistent=False)
     module.register_buffer("etkv_of_value", of_value, persistent=False)
     module.etkv_expands = getattr(module, _EXPANDS)

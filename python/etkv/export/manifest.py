@@ -31,7 +31,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
         "request": {
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
-            # Files stay current if the folder moves, and a check does not change them.
+            # Moving the folder does not make its files stale, and a check does not change them.
             if field.name not in ("output", "verify")
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],

@@ -115,7 +115,7 @@ class Packer:
     """Packs weights in ``bits`` bits. ``group_size`` elements of a row share a scale; ``None`` is the whole row.
 
     Integers of a file keep their groups, unless the group size ``is_fixed``. With a fixed size, integers are kept if
-    it divides their own group size.
+    the fixed size divides their own group size.
     """
 
     def __init__(self, bits: int, group_size: int | None, is_fixed: bool, scratch: Scratch) -> None:
@@ -148,7 +148,7 @@ class Packer:
         return kept, self._repeated(scales, own, wanted), repeated
 
     def _repeated(self, numbers: Tensor, own: int, wanted: int) -> Tensor:
-        """Return the numbers of groups for smaller groups. Groups had ``own`` columns and get ``wanted`` columns."""
+        """Repeat scales or biases of groups of ``own`` columns for the smaller groups of ``wanted`` columns."""
         return self._scratch.keep(numbers.repeat_interleave(own // wanted, dim=1))
 
     def install(self, layer: Any, packed: tuple[Tensor, Tensor, Tensor | None]) -> type[PackedLayer]:

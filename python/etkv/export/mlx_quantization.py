@@ -1,7 +1,7 @@
 """Quantizes weights for MLX: integers of 4 or 8 bits in groups of a row that share a scale.
 
-Experts in MXFP4 keep the floats of the file, which MLX calls ``mxfp4``: codes of 4 bits, and for each 32 of them the
-exponent of a power of two in uint8.
+Experts in MXFP4 keep the floats of the file, which MLX calls ``mxfp4``: codes of 4 bits, and in uint8 the exponent of a
+power of two for each 32 codes.
 
 A scale minimizes the squares of its group's errors. Scales and integers are computed alternately. Groups do not depend
 on each other, so a matrix is quantized in parts that fit a core's cache, on all cores.

@@ -268,12 +268,12 @@ def _matrices(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _check_finite(name: str, weight: torch.Tensor) -> None:
-    """Raise :class:`EtkvError` if ``weight`` has NaN or infinite values. Most texts would not read those of a row or of
-    an expert, so a comparison of the program with the model does not find them.
+    """Raise :class:`EtkvError` if ``weight`` has NaN or infinite values. If they are only in one row of an embedding or
+    in one expert, most texts do not read them, and a comparison of the program with the model does not find them.
     """
     if weight.is_meta or not weight.is_floating_point() or not weight.numel():
         return
-    # Both are NaN if a value is NaN. Unlike isfinite, this needs no memory.
+    # The minimum and the maximum are NaN if a value is NaN. Unlike isfinite, aminmax needs no memory.
     if not all(bool(torch.isfinite(bound)) for bound in torch.aminmax(weight)):
         count = weight.numel() - int(torch.isfinite(weight).sum())
         raise EtkvError(

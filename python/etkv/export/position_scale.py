@@ -38,11 +38,11 @@ def take(model: torch.nn.Module) -> None:
 def scaled(module: torch.nn.Module, query: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Return the queries of ``module``, ``[1, heads, T, head_dim]``, scaled for tokens at ``position``, ``[T]``.
 
-    Queries of modules that :func:`take` has not changed stay.
+    Queries of modules that :func:`take` has not changed are returned unchanged.
     """
     if not isinstance(module, ScaledAttention):
         return query
-    # transformers begins at position 0, and adds 1.
+    # transformers counts positions from 0, and adds 1 here.
     steps = torch.floor((position.float() + 1.0) / module.floor_scale)
     scale = torch.log1p(steps) * module.attn_scale + 1.0
     return (query * scale.reshape(1, 1, -1, 1)).to(query.dtype)

@@ -118,7 +118,7 @@ def take(model: torch.nn.Module) -> None:
     # The import registers the ops.
     import etkv.recurrent_op  # noqa: F401
 
-    # A step of an earlier export may have failed.
+    # A step of an earlier export may have failed, and so may still be open.
     end()
     for module in mixers(model):
         _replace(sys.modules[type(module).__module__])

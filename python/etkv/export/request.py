@@ -126,8 +126,8 @@ class ExportRequest:
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
     """Raise :class:`EtkvError` if writing to ``folder`` could replace files of the model.
 
-    It could if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved. The
-    folder of a GGUF file is accepted, because an export writes no file with the GGUF file's name.
+    This is possible if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved.
+    The folder of a GGUF file is accepted, because an export writes no file with the GGUF file's name.
     """
     if not model.is_dir():
         return
@@ -186,8 +186,8 @@ def _writable_program(output: Path) -> Path:
 
 
 def _writable_folder(folder: Path) -> Path:
-    """Write a trial file to ``folder``, or if it does not exist to its innermost parent that does. Return the absolute
-    path of ``folder``.
+    """Write a trial file to ``folder``, or if it does not exist, to its innermost parent that exists. Return the
+    absolute path of ``folder``.
 
     Creates nothing that stays. Raises :class:`EtkvError` if that fails, so that an export does not fail at its end.
     """

@@ -1,4 +1,4 @@
-"""Stores weights in files during an export, because those of a large model do not fit into memory.
+"""Stores weights in files during an export, because the weights of a large model do not fit into memory.
 
 A file is mapped, so a tensor in it is read and written like any other tensor. Its pages count as memory of the process
 from their first use until :meth:`Scratch.release`.
@@ -120,7 +120,7 @@ class Scratch(TemporaryFolder):
     def _mappings(self, table: str) -> Iterator[tuple[int, int, bool]]:
         """Yield for each mapping of the files its begin, its end, and whether the file has all written data.
 
-        The third value is False for the model's files in the table ``maps``, which does not contain it.
+        The table ``maps`` does not show whether the model's files have all written data: the third value is then False.
         """
         if sys.platform != "linux":
             return

@@ -95,7 +95,7 @@ def read_config(source: Source) -> PreTrainedConfig:
 def _why_invalid(error: Exception) -> str:
     """Return the reason why transformers refuses a configuration, in one line."""
     if isinstance(error, KeyError):
-        # A key, or a sentence.
+        # The error has either a key or a sentence.
         missing = " ".join(map(str, error.args))
         return missing if " " in missing else f"it lacks {missing!r}"
     return first_line(error)

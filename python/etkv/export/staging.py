@@ -89,7 +89,7 @@ def _locked(folder: Path) -> tuple[Path, TextIO]:
             (root / _FILES).mkdir()
             return root, lock
         except FileNotFoundError:
-            # Before the file was locked, another export took the folder for one of a dead export.
+            # Before the file was locked, another export took the folder for the folder of a dead export.
             continue
         except BaseException:
             shutil.rmtree(root, ignore_errors=True)
@@ -160,7 +160,10 @@ def _lock_patiently(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Deliver signals that would end the process only after the block. Other threads than the main thread get none."""
+    """Within the block, hold back signals that would end the process. Deliver them after the block.
+
+    Does nothing on threads other than the main thread: they get no signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 _MIDDLE = 1
-"""The index of the token, of three, that is changed, NaN or alone: it has neighbours on both sides."""
+"""The index of the one of three tokens that is changed, NaN or alone: this token has neighbours on both sides."""
 
 _TOLERANCE = 1e-4
 """The maximum difference of a result, as a fraction of its spread. Other rows may change the rounding in float32."""
@@ -60,7 +60,7 @@ def check(
     graph = traced.module(check_guards=False)
     length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
     ends = next(reversed(graph.graph.nodes)).all_input_nodes
-    # A program of the last row returns only the last token.
+    # A program that returns only the last row of logits has an output for the last token only.
     alone = _MIDDLE if all(length in _sizes(end) for end in ends) else 2
     # Positions may be neither adjacent nor in order, like those of a tree.
     inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
@@ -69,7 +69,7 @@ def check(
     whole, *variants = (
         _Run(inputs),
         _Run(_changed(inputs, _MIDDLE)),
-        # The last token may read only the first.
+        # In a graph that must be refused, the last token may read the first token but not the middle one.
         _Run(_changed(inputs, 0)),
         _Run(inputs, poisoned=True),
         _Run(one),

@@ -1,7 +1,7 @@
 """KV caches in plain PyTorch, one for each kind. Tests compare the native caches with them.
 
 They return the same results as the native caches, refuse calls with the same status, and round rows in the same way.
-Read their code in this order: ``attention``; ``tokens``: the positions that a query sees; ``cache``: a forward;
+Read the modules in this order: ``attention``; ``tokens`` (the positions that a query sees); ``cache`` (a forward);
 ``sequences``; ``trees``; ``formats``; ``config``. Run a model on such a cache within ``etkv.op.active(cache)``.
 
 The caches hold only keys and values. Convolutions and recurrences run on a separate :class:`RecurrentState`.

@@ -1,6 +1,6 @@
 """The base of all kinds of caches, and the cache of one sequence.
 
-A forward is a transaction: its tokens are added to copies of the sequences. The copies replace the sequences after
+A forward is a transaction: its tokens are added to copies of the sequences. The copies replace the sequences once
 every layer was called. A refused call raises :class:`StatusError` with the status of the native caches, and changes
 nothing.
 """
@@ -242,7 +242,7 @@ class ReferenceCache(ABC):
             raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
     def _check_values(self, layer: int, stored_as: Format, stored: Tensor, given: Tensor) -> None:
-        """Refuses values that are not finite in a cache of several sequences, where other sequences would read NaN.
+        """Refuses values that are not finite in a cache of several sequences: other sequences would get NaN from them.
 
         The native caches multiply masked rows by 0, and 0 times infinity is NaN. If values are in keys, all elements of
         the keys are checked.

@@ -107,7 +107,8 @@ def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) ->
     """Returns OCP microscaling elements: 32 elements share a scale, which is a power of two.
 
     The scale is the smallest power of two with which the group's largest magnitude is at most 1.75 * 2^``top``: 448 for
-    E4M3, and 7 for E2M1. The largest E2M1 value is 6, but a 7 loses less at this scale than at the next.
+    E4M3, and 7 for E2M1. The largest E2M1 value is 6, so a 7 is stored as 6. This loses less than the next
+    larger scale would.
     """
     groups = rows.unflatten(-1, (-1, 32))
     peaks = groups.abs().amax(-1)
@@ -129,7 +130,7 @@ def nvfp4_planes(rows: Tensor) -> Planes:
 def row_planes(rows: Tensor, most: float, to_element: Callable[[Tensor], Tensor]) -> Planes:
     """Returns elements with one float16 scale for each row, which maps the largest magnitude to ``most``."""
     scales = (rows.abs().amax(-1, keepdim=True) / most).clamp(max=F16_MAX).half()
-    # A row of zeros has scale 0, so its elements do not matter.
+    # A row of zeros has scale 0, so any elements represent it.
     return Planes(to_element(rows / scales.masked_fill(scales == 0, 1.0).float()), scales)
 
 

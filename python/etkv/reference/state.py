@@ -33,8 +33,8 @@ class RecurrentState:
     """The reference for the states of a model's recurrent layers, for any number of sequences.
 
     It keeps every input of every layer, and each call runs its layer from the beginning of the sequence. So a rewind
-    shortens a list, and a fork copies a list. A step that begins below the length of its sequence first rewinds the
-    sequence to that position.
+    only shortens a list of inputs, and a fork only copies it. A step that begins below the length of its sequence first
+    rewinds the sequence to that position.
     """
 
     def __init__(self, n_layers: int) -> None:

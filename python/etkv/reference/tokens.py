@@ -68,7 +68,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Tree:
-    """Candidates after a sequence, numbered in the order of their proposal. An empty tree is no tree."""
+    """Candidates after a sequence, numbered in the order of their proposal. A sequence with an empty tree counts as one
+    without a tree."""
 
     parents: tuple[int, ...] = ()  # the parent of each node; a parent comes before its children
     tokens: tuple[Token, ...] = ()  # the tokens of nodes that have run: all, or all before the last frontier
@@ -89,8 +90,8 @@ class Tree:
 
 @dataclass
 class TokenSequence:
-    """A sequence: its tokens by position, and a tree of candidates, which may be empty. New tokens are added to a tree
-    that is not empty.
+    """A sequence: its tokens by position, and a tree of candidates, which may be empty. While the tree is not empty,
+    new tokens are added to the tree.
     """
 
     held: dict[Window, set[int]]  # for each window that drops positions, the positions that a native cache holds
@@ -104,11 +105,11 @@ class TokenSequence:
 
     @property
     def expected(self) -> int:
-        """Returns the position of the next token, or with a tree the position of the next candidate."""
+        """Returns the position of the next token, or if there is a tree, the position of the next candidate."""
         return self.following + (len(self.tree.path(len(self.tree.tokens))) - 1 if self.tree.parents else 0)
 
     def append(self, token: Token) -> None:
-        """Adds the next token, or with a tree the token of the next candidate."""
+        """Adds the next token, or if there is a tree, the token of the next candidate."""
         if self.tree.parents:
             self.tree = Tree(self.tree.parents, (*self.tree.tokens, token))
             return

@@ -11,7 +11,7 @@ from etkv.reference.tokens import ROOT, Tree
 
 
 class TreeCache(SeqCache):
-    """Sequences, each with a tree of candidates. A tree grows by one frontier a step, until it is committed.
+    """Sequences, each with a tree of candidates. A tree grows by one frontier in each step, until it is committed.
 
     A step runs the frontiers of all sequences, unless ``begin_step`` selects some of them. A sequence with a tree
     accepts no other tokens.

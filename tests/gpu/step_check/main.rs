@@ -3,8 +3,9 @@
 //! `step_check [FOLDER]` caches compiled kernels in FOLDER, or in a folder of the temporary directory.
 //! `ETKV_ONLY` lists the parts to run, for example `placed,packed`. The parts are `steps`, `placed`,
 //! `normalized`, `packed`, `products`, `timing` and `attention`. The default is all parts except `attention`,
-//! which only times attention. `ETKV_ATTENTION=1` adds that part; a part of a format's name, such as `Mxfp4`
-//! or `bits: 4`, limits it to such formats. With `ETKV_QUICK`, nothing is checked.
+//! which only times attention. `ETKV_ATTENTION=1` adds that part. If the variable is a part of a format's
+//! name instead, such as `Mxfp4` or `bits: 4`, only such formats and plain rows are timed. With `ETKV_QUICK`,
+//! nothing is checked.
 #![allow(missing_docs)]
 
 mod attention;
@@ -409,7 +410,7 @@ fn is_same(
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }
-    // In a plan for the last row only, other warps normalize it.
+    // In a plan for only the last row, other warps normalize that row than in a plan for all rows.
     let last = logits.len().saturating_sub(outputs.logits.len());
     let near = are_near(outputs.logits, &logits[last..], limit, element);
     Ok(near && are_argmax(&to_numbers(element, outputs.logits), outputs.chosen))

@@ -221,7 +221,8 @@ impl Model {
             let mut bytes = vec![0u8; elements * bits / 8];
             let (mut all_scales, mut all_biases) = (Vec::new(), Vec::new());
             for of_group in 0..elements / group {
-                // With this scale, uniformly distributed codes have about the range of normal numbers.
+                // With this scale, uniformly distributed codes have about the same range of values as the
+                // normally distributed elements of plain matrices.
                 let step = scale * 3.5 / f64::from(most) * (0.75 + 0.25 * random.next().abs());
                 let step = rounded(element, step);
                 let bias = -step * f64::from(most) / 2.0 * (1.0 + 0.1 * random.next());
@@ -250,7 +251,7 @@ impl Model {
         found.map_or(&[], |weight| &weight.numbers)
     }
 
-    /// Returns the numbers of a weight. The numbers of a packed weight are not rounded.
+    /// Returns the numbers of a weight. Those of a packed weight are its unpacked values.
     pub fn numbers_of(&self, weight: Weight) -> &[f64] {
         let (Weight::Plain(address) | Weight::Packed(PackedWeight { codes: address, .. })) = weight;
         self.numbers(address)

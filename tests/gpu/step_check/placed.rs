@@ -256,8 +256,8 @@ impl Case {
         Ok((!is_same).then(|| format!("row {row} has {found:?}, expected {expected:?}")))
     }
 
-    /// Checks that if a key or value is not finite, the queries of its token and KV head become NaN, and no
-    /// others.
+    /// Checks that if a key or value is not finite, the queries of its token and KV head become NaN, and that
+    /// no other queries do.
     fn hides_nothing(&self, device: &Device, pools: &[DevicePool]) -> Answer<bool> {
         let Shape { element, n_q, n_kv, dim, .. } = self.shape;
         let all = n_q + 2 * n_kv;

@@ -17,11 +17,12 @@ pub struct CompletedStep<'a> {
     pub step: StepInputs<'a>,
 }
 
-/// The largest [`difference`] between found and expected numbers, after their name.
+/// The name of a kind of result, and the largest [`difference`] between the found and the expected numbers of
+/// this kind.
 type Difference = (&'static str, f64);
 
 impl CompletedStep<'_> {
-    /// Updates the largest difference of each name by the differences of all launches.
+    /// Updates the largest difference of each name with the differences of these launches.
     pub fn add_differences(
         &self,
         launches: impl Fn(&Launch) -> bool,
@@ -81,7 +82,7 @@ impl CompletedStep<'_> {
         Ok(vec![("embed", difference(&self.buffer(embed.out)?, &expected))])
     }
 
-    /// Returns a row after the norm of its product, if it has one.
+    /// Returns a row after the norm of the product that reads it, if the product has a norm.
     fn normalized(&self, product: &Product, row: &[f64]) -> Vec<f64> {
         let Some(norm) = product.norm else {
             return row.to_vec();

@@ -28,7 +28,7 @@ pub const LLAMA: Shape = Shape {
     packing: None,
 };
 
-/// The group size of mlx-lm. The next one is that of this project.
+/// This shape has the default group size of mlx-lm. The next shape has the group size of this project.
 const LLAMA_64: Shape = packed("Llama-3.2-1B in 4 bits, groups of 64", 4, 64);
 const LLAMA_32: Shape = packed("Llama-3.2-1B in 4 bits, groups of 32", 4, 32);
 const LLAMA_8: Shape = packed("Llama-3.2-1B in 8 bits, groups of 64", 8, 64);

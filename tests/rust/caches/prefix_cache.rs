@@ -44,7 +44,7 @@ fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) ->
     n
 }
 
-/// The number of open files of a process is limited, and the process needs some files for other purposes.
+/// A prefix cache keeps few files open, because the system limits the open files of a process.
 #[cfg(target_os = "linux")]
 #[test]
 fn many_texts_take_few_files() {
@@ -55,7 +55,7 @@ fn many_texts_take_few_files() {
         assert!(keep::<OnCpu>(&prefixes, TextShape::of(0), &text));
     }
     assert_eq!(prefixes.report().prefixes, 400);
-    // Concurrent tests also open some.
+    // Concurrent tests also open some files.
     assert!(files() < before + 100, "{} files, and {before} before", files());
     prefixes.clear();
     assert_eq!(prefixes.report().prefixes, 0);
@@ -505,8 +505,8 @@ fn failed_prefetches_are_counted() {
     assert_eq!(small.report().tokens_in_store, 90);
 }
 
-/// When many texts are requested, some wait and the others are refused. Dropping the prefix cache waits for only one
-/// of them.
+/// When many texts are requested, some wait and the others are refused. Dropping the prefix cache waits only for the
+/// text that is being read.
 #[test]
 fn as_many_texts_wait_as_may() {
     let texts: Vec<Vec<i64>> = (0..60).map(|first| (first..first + 40).collect()).collect();

@@ -57,7 +57,8 @@ pub fn start(place: impl AsRef<OsStr>, seconds: f64) -> Child {
         .unwrap()
 }
 
-/// The body of such a process. `open` opens a store at a place, with a limit of bytes.
+/// The body of the test that such a process runs: it stores and loads texts. `open` opens a store at a place, with a
+/// limit of bytes.
 pub fn store_and_load(open: impl Fn(&str, u64) -> PrefixStore) {
     let place = std::env::var(PLACE).unwrap();
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();

@@ -1,5 +1,5 @@
-//! One growing sequence. Position `p` is in slot `p`, so its length describes it. Layers with a sliding window drop
-//! early positions and move their rows.
+//! One growing sequence. Position `p` is in slot `p`, so the length alone describes the sequence. Layers with a sliding
+//! window drop early positions and move their rows.
 
 mod state;
 

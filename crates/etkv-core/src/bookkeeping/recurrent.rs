@@ -36,7 +36,7 @@ pub struct Chain {
     /// The position of the first token.
     pub position: i32,
     /// The rows before the first token, in the order of positions. The last one is at `position - 1`. They begin at
-    /// `base`, or earlier: at the first row that a convolution reads and the sequence has.
+    /// `base`. If a convolution reads earlier rows that the sequence has, they begin at the first of these.
     pub rows: Vec<RowSource>,
     /// The state from which the chain starts, after `base` positions.
     pub anchor: AnchorSource,

@@ -7,9 +7,9 @@ use crate::growth::Growth;
 /// The window of a layer, and the slots that it needs for one sequence.
 ///
 /// Rows are appended, so a window is one run of slots, which attention reads fastest. If another step might not fit,
-/// the rows that are still needed move to the first slots. They move at the end of a step, never within a step. These
-/// are the rows of the window and of `max_step_tokens` more positions, so that a step of that many tokens can be
-/// rolled back.
+/// the rows that are still needed move to the first slots. They move at the end of a step, never within a step. The
+/// rows that are still needed are those of the window and of `max_step_tokens` more positions, so that a step of that
+/// many tokens can be rolled back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Window {
     window: i32,

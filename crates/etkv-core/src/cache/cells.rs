@@ -101,7 +101,7 @@ impl<S: Store> CellsCache<S> {
         }
         let before = Box::new(self.book.clone());
         self.book.rewind(first)?;
-        // The marks may belong to the text that begins with this step.
+        // The host may have set the marks for the new text, which begins with this step.
         self.book.keep_marks(&before);
         self.before = Some(before);
         Ok(())

@@ -31,8 +31,8 @@ use crate::store::{RecurrentWork, Spec, Store};
 /// start of an answer in one way and the finished answer in another.
 const TURN_MARGIN: i32 = 16;
 
-/// Calls `mark` for the begin and the end of a prompt, and for a position a little before its end. A later request may
-/// change the first message of the prompt, so that it diverges at the begin.
+/// Calls `mark` for the beginning and the end of a prompt, and for a position a little before the end. A later request
+/// may change the first message of the prompt. It then diverges at the beginning of the prompt.
 fn mark_prompt(begin: i32, end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
     for position in [begin, end - TURN_MARGIN, end] {
         if position > 0 {
@@ -61,9 +61,9 @@ pub trait Cache: Send {
     /// Returns the maximum number of positions of the cache.
     fn capacity(&self) -> i32;
 
-    /// Returns, in ascending order, the limits of the cache's programs that the capacity exceeds. For example, a
-    /// rotary embedding may have other factors for long texts. Rows that were written by a program without such a
-    /// limit belong to another model, because they were rotated by other angles.
+    /// Returns the limits of the cache's programs that the capacity exceeds, in ascending order. For example, a program
+    /// has a limit if its rotary embedding has other factors for long texts. A program without this limit rotates keys
+    /// by other angles, so its rows count as rows of another model.
     fn passed_limits(&self) -> &[i32] {
         &[]
     }
@@ -166,9 +166,9 @@ pub trait Cache: Send {
     }
 
     /// Creates a checkpoint of the only sequence at `position` and returns its position. If the sequence can still be
-    /// rewound there, the checkpoint is created at once, otherwise when a step reaches the position. With recurrent
-    /// layers the position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is no
-    /// room, the least useful checkpoint is dropped. Returns 0, which is always reachable, if the cache allows no
+    /// rewound there, the checkpoint is created at once. Otherwise it is created when a step reaches the position. With
+    /// recurrent layers the position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is
+    /// no room, the least useful checkpoint is dropped. Returns 0, which is always reachable, if the cache allows no
     /// checkpoints.
     ///
     /// A checkpoint is dropped together with the text before it.
@@ -182,7 +182,7 @@ pub trait Cache: Send {
         fail!(Unsupported, "a cache of kind `{}` cannot create checkpoints", self.kind())
     }
 
-    /// Marks the begin and the end of a turn's prompt, before the prompt runs. Later requests of the chat can then
+    /// Marks the beginning and the end of a turn's prompt, before the prompt runs. Later requests of the chat can then
     /// continue there, whatever the answer was. Does nothing for a model without recurrent layers, or for a position
     /// that can no longer be marked.
     ///
@@ -230,16 +230,16 @@ pub trait Cache: Send {
     }
 
     /// Returns the face that saves one sequence to a file and loads it, or `None` if the cache does not support it. A
-    /// file of this face has only this sequence, as sequence 0. The face loads the file of such a cache, of any kind,
-    /// and adds the sequence to the contents. While it loads, it needs the memory of the sequence's rows twice. Its
-    /// calls check the sequence number:
+    /// file of this face has only this sequence, as sequence 0. The face loads a file that has only sequence 0, from a
+    /// cache of any kind, and adds the sequence to the contents. While it loads, it needs the memory of the sequence's
+    /// rows twice. Its calls check the sequence number:
     ///
-    /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, and for a
-    ///   sequence without positions or with candidates.
-    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, and for a
-    ///   sequence that already has positions or candidates; [`Capacity`](crate::Status::Capacity) if the sequence
-    ///   does not fit next to the others; and [`File`](crate::Status::File) for values that are not finite, which
-    ///   other sequences would read.
+    /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range, and
+    ///   for a sequence without positions or with candidates.
+    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range, and
+    ///   for a sequence that already has positions or candidates; [`Capacity`](crate::Status::Capacity) if the sequence
+    ///   does not fit next to the others; and [`File`](crate::Status::File) for values that are not finite, which other
+    ///   sequences would read.
     fn saving_sequence(&mut self, _sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
         None
     }
@@ -287,17 +287,17 @@ pub trait Cache: Send {
 ///
 /// While a step is open and not [set aside](AttendCache::set_aside), every call that changes the cache returns
 /// [`Step`](crate::Status::Step), and queries return the state before the step. Every call returns
-/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a range that starts below 0
-/// or ends before it starts. After a step was [committed unread](AttendCache::commit_unread), a call that changes the
-/// cache returns an error if the values of that step are not finite.
+/// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range and for a range that starts
+/// below 0 or ends before it starts. After a step was [committed unread](AttendCache::commit_unread), a call that
+/// changes the cache returns an error if the values of that step are not finite.
 pub trait SeqCache: Cache {
     /// Declares the sequence of each token of the next step. Without a declaration the tokens belong to the proposed
     /// frontiers, in the order of their sequences, or to the only sequence if there are no frontiers. The declaration
     /// applies until a step commits or another declaration replaces it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a number out of range;
-    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a sequence number out of
+    /// range; [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()>;
 
     /// Declares the sequences of each token. If a token belongs to several, they share its cell.
@@ -322,10 +322,10 @@ pub trait SeqCache: Cache {
     /// Makes `target` share the cells of `source` at `positions`. No rows are copied.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if window
-    /// layers have dropped positions that its next query would see. [`Step`](crate::Status::Step) if `target` has a
-    /// tree, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for numbers or a range out
-    /// of range.
+    /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if window layers
+    /// have dropped positions that its next query would see. [`Step`](crate::Status::Step) if `target` has a tree, or
+    /// while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) if a sequence number or the range is
+    /// out of range.
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
 
     /// Removes positions from a sequence. A cell without an owner is free. A sequence that has lost all positions
@@ -334,66 +334,67 @@ pub trait SeqCache: Cache {
     /// # Errors
     /// [`Position`](crate::Status::Position) if the sequence would continue below
     /// [`seq_rewindable_to`](Self::seq_rewindable_to). [`Step`](crate::Status::Step) if it has a tree and some of its
-    /// positions would stay, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for a
-    /// number or range out of range.
+    /// positions would stay, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) if the
+    /// sequence number or the range is out of range.
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()>;
 
     /// Removes every sequence but one.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range;
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range;
     /// [`Step`](crate::Status::Step) while a step is open.
     fn seq_keep(&mut self, sequence: i32) -> Result<()>;
 
     /// Returns the number of positions of a sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn seq_len(&self, sequence: i32) -> Result<i32>;
 
     /// Returns the position of a sequence's next token: its last position plus 1. If its first positions were
     /// removed, this is more than the number of its positions.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn seq_next(&self, sequence: i32) -> Result<i32>;
 
     /// Returns the positions of a sequence, as ranges in order.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
     /// Returns [`Cache::rewindable_to`] for one of several sequences.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
     /// Returns [`Cache::reachable`] for one of several sequences.
     ///
     /// # Errors
-    /// Errors of [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
-    /// range.
+    /// Errors of [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number
+    /// out of range.
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
 
     /// Returns [`Cache::checkpoints`] for one of several sequences.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn seq_checkpoints(&self, sequence: i32) -> Result<Vec<i32>>;
 
     /// Creates a checkpoint in one of several sequences; see [`Cache::mark`].
     ///
     /// # Errors
-    /// Errors of [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// Errors of [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of
+    /// range.
     fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// Marks the begin and the end of a turn's prompt in one of several sequences; see [`Cache::mark_turn`].
+    /// Marks the beginning and the end of a turn's prompt in one of several sequences; see [`Cache::mark_turn`].
     ///
     /// # Errors
-    /// Errors of [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
-    /// range.
+    /// Errors of [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number
+    /// out of range.
     fn seq_mark_turn(&mut self, sequence: i32, end: i32) -> Result<()> {
         if self.config().recurrent_layers.is_empty() {
             return Ok(());
@@ -441,7 +442,7 @@ pub trait TreeCache: SeqCache {
     /// Returns the number of nodes of the tree after a sequence, or 0 if it has none.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 
@@ -474,8 +475,9 @@ pub trait AttendCache: Cache {
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
 
-    /// In each layer with [`values_in_keys`](crate::LayerConfig::values_in_keys), the next step compares its values
-    /// with its keys, and is refused if the values are not in the keys. Called when a program is loaded.
+    /// In each layer with [`values_in_keys`](crate::LayerConfig::values_in_keys), the next step compares the values
+    /// with the keys, and is refused if the values are not in the keys. This function is called when a program is
+    /// loaded.
     fn expect_program(&mut self) {}
 
     /// Passes the stored rows and anchors that a recurrent layer reads in the step to `work`, and writes the rows and
@@ -541,16 +543,16 @@ pub trait AttendCache: Cache {
         false
     }
 
-    /// Commits the open step before it is known whether its values are finite. Caches with shared cells check this.
-    /// The device may still compute them. [`check_unread`](Self::check_unread) reads the values, and undoes the step
-    /// if they are not finite.
+    /// Commits the open step before it is known whether its values are finite. Caches with shared cells check whether
+    /// they are. The device may still be computing the values. [`check_unread`](Self::check_unread) reads the values,
+    /// and undoes the step if they are not finite.
     ///
-    /// Until then, queries include the positions of the step. The caller that committed the step may begin one
-    /// further step, if it sets that step aside before it releases the cache. The commit of the further step, and
-    /// every other call that changes the cache, reads the values first. If they are not finite, the call undoes the
+    /// Until the values are read, queries include the positions of the step. The caller that committed the step may
+    /// begin one further step, if it sets that step aside before it releases the cache. The commit of the further step,
+    /// and every other call that changes the cache, reads the values first. If they are not finite, the call undoes the
     /// unread step, changes nothing else and returns the error of `check_unread`. There are two exceptions:
-    /// [`clear`](Cache::clear) clears the cache whatever the values are, and a call that declares a step does not
-    /// read the values.
+    /// [`clear`](Cache::clear) clears the cache whatever the values are, and a call that declares a step does not read
+    /// the values.
     ///
     /// # Errors
     /// Errors of [`commit`](Self::commit).

@@ -204,8 +204,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Logs the beginning of a step, whose span lasts until the step ends, or the reason of its refusal. `plans` are
-    /// the plans of the layer groups.
+    /// Logs that a step begins, or why it is refused. The span of the step lasts until the step ends. `plans` are the
+    /// plans of the layer groups.
     pub fn begun(
         &mut self,
         positions: &[i32],
@@ -510,8 +510,8 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Rolls the step back. `written` are the slots that it wrote in each layer group. A step that was set `aside` is
-    /// often rolled back, so this logs no warning.
+    /// Rolls the step back. `written` are the slots that it wrote in each layer group. With `aside`, the step was set
+    /// aside. Such steps are often rolled back, so their rollback logs no warning.
     ///
     /// Writes that are not evaluated are dropped, because an evaluation that failed would fail again. Evaluated
     /// writes stay in unused slots. Buffers that sequences share are an exception: there the written slots are

@@ -4,7 +4,7 @@
 //! in place, and [`Product`] the stored values. For many query rows, [`Unpack`] and [`Transpose`] first copy
 //! the tile to scratch memory, and both products use [`Product`].
 
-// An index selects a register, which iterators would hide.
+// An index selects a register. Iterators would hide this.
 #![allow(clippy::needless_range_loop)]
 
 use super::decode::{Decode, Row};

@@ -66,8 +66,8 @@ impl<'a> MaskRef<'a> {
         &runs[begin..ends[token] as usize]
     }
 
-    /// Returns a bit for each of the [`TILE`] slots from `first`, which is 1 if query `token` of `n_tokens`
-    /// sees the slot. The lowest bit is that of `first`.
+    /// Returns a bit for each of the [`TILE`] slots from `first` on. The bit is 1 if query `token` of
+    /// `n_tokens` sees the slot. The lowest bit is that of `first`.
     pub(super) fn seen(&self, token: usize, n_tokens: usize, first: usize, n_slots: usize) -> u64 {
         match *self {
             Self::None => bits(0, n_slots.saturating_sub(first)),

@@ -43,7 +43,7 @@ use task::{Job, StoredRows};
 /// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All sums are
 /// in float32. The result does not depend on the number of threads. The result of a query that sees no slot
 /// is zeros. Slots that no query sees are not read. A slot that only some queries of a step see must be
-/// finite, because its values get weight 0 for the others.
+/// finite: the other queries multiply its values by 0, and 0 times NaN is NaN.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) if the shapes do not match,
@@ -104,7 +104,8 @@ fn attend_with(
     let (parts, blocks) = divide_for(&mut workspace.memory, plan, threads)?;
     let [k, v] = stored;
     let factor = scoring.scale * LOG2_E;
-    // From here on, weights are powers of 2 of the logits.
+    // From here on, attention weights are computed as powers of 2 instead of e, so the scores are in units of
+    // log 2.
     let softcap = scoring.softcap.map(|softcap| softcap * LOG2_E);
     let job = Job { plan, queries, k, v, mask, factor, softcap, sinks: scoring.sinks, out, parts };
     with_simd!(instructions, |S| run::<S>(&job, &blocks, parallel, threads));
@@ -125,7 +126,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks<Plan>, parallel: &dyn Parallel, threa
     }
     let work = job.plan.all_rows() * n_parts * job.plan.sizes.v_dim;
     let parallel = if work < 1 << 17 { &Serial } else { parallel };
-    // Rows are enumerated by the tasks of part 0.
+    // Each row belongs to one task of part 0, so these tasks enumerate all rows.
     share(parallel, threads, job.plan.n_tasks() / n_parts, scratch, |scratch, i| {
         let task = job.plan.task(i * n_parts);
         for head in task.first_head..task.end_head {

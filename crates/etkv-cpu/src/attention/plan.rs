@@ -1,5 +1,5 @@
 //! Splits a call into tasks. Query rows and slots are split by the shapes only, so that the result does not
-//! depend on the number of threads. That number only determines how many heads a task has.
+//! depend on the number of threads. The number of threads only determines how many heads a task has.
 
 use super::kernels::TILE;
 

@@ -37,7 +37,7 @@ const Q: [f32; 5] = [7.777_033e-7, 3.285_734e-4, 2.587_723_5e-2, 0.467_143_98, 1
 /// last place. NaN stays NaN.
 #[inline(always)]
 unsafe fn tanh<S: Simd>(x: S::F, factor: f32, to: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let zero = S::splat(0.0);
         let x = S::max(S::splat(-SATURATED), x);

@@ -20,7 +20,8 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
         2.402_264_7e-1,
         6.931_472e-1,
     ];
-    // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
+    // Adding this number rounds to an integer. The lowest bits of the float32 sum are then those of the
+    // integer.
     const INTEGER: f32 = 12_582_912.0;
     // SAFETY: the caller upholds the contract.
     unsafe {
@@ -122,7 +123,7 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
     }
 }
 
-/// Merges the partial results of one query row. Each has a peak, a sum and weighted values.
+/// Merges the partial results of one query row. Each partial result has a peak, a sum and weighted values.
 pub(super) struct Merge<'a> {
     /// The totals of the first part. Those of the next part are `stride` numbers later.
     pub totals: Totals,

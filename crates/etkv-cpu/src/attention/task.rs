@@ -12,9 +12,11 @@ use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
 use crate::simd::Simd;
 
-/// The minimum elements of a long row. In products of long rows, the cost of the horizontal sums is small.
+/// The minimum elements of a long row. In dot products of long rows, the cost of the horizontal sums is
+/// small.
 const LONG: usize = 256;
-/// The maximum number of query rows with which these products are faster than a transposed tile.
+/// The maximum number of query rows with which dot products of long rows are faster than products with a
+/// transposed tile.
 const MAX_DOTS: usize = 64;
 
 /// The rows of keys or of values.
@@ -92,8 +94,8 @@ pub(super) struct Job<'a> {
     pub parts: Parts,
 }
 
-/// Runs an expression for blocks of at most `most` of `count` query rows. In the expression, the constant
-/// `rows` is the number of rows in the block, and `at` the first one.
+/// Divides `count` query rows into blocks of at most `most` rows, and runs an expression for each block. In
+/// the expression, the constant `rows` is the number of rows in the block, and `at` the first one.
 macro_rules! by_rows {
     ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
         let mut $at = 0;

@@ -5,8 +5,8 @@ use etkv_core::{fail, Result};
 use super::activation::Activation;
 use crate::linear::weights::{check_size, check_width, WeightFormat, ROWS};
 
-/// The maximum number of elements of a row, and of experts. It exceeds that of any model, and sizes in bytes
-/// fit 64 bits.
+/// The maximum number of elements of a row, and the maximum number of experts. No model has that many, and
+/// with this limit sizes in bytes fit 64 bits.
 const MAX_SIZE: usize = 1 << 20;
 
 /// The experts of one layer.

@@ -14,8 +14,8 @@ pub(crate) const BLOCK: usize = 12;
 /// The number of adjacent columns of a row in a block of 8-bit integers.
 pub(crate) const QUAD: usize = 4;
 
-/// Runs an expression with the number of a block's rows as a constant. There are the numbers of the list, or else
-/// `$last`.
+/// Runs an expression with the number of a block's rows as a constant. The constant is one of the numbers in
+/// the list, or `$last` if the list lacks the number.
 macro_rules! with_rows {
     ($n:expr, [$($count:literal)+] or $last:literal, |$N:ident| $body:expr) => {
         match $n {

@@ -15,7 +15,8 @@ use crate::simd::Instructions;
 /// The number of tasks for each thread. With several, other load on the machine delays the call less.
 const TASKS: usize = 8;
 
-/// The minimum number of multiplications for which other threads are woken. They take some microseconds.
+/// The minimum number of multiplications for which other threads are woken. This many multiplications take
+/// some microseconds.
 const SMALL: usize = 1 << 16;
 
 /// The maximum bytes of a task's weights if there are many input rows. The weights stay in a core's cache
@@ -215,7 +216,7 @@ impl Step<'_> {
                     unsafe {
                         let out = matrix.out.add(at);
                         match sums.as_chunks::<ROWS>().0 {
-                            // With a constant size, this is not a call of `memcpy`.
+                            // With a constant size, the compiler does not generate a call of `memcpy`.
                             [whole] if width == ROWS => {
                                 out.cast::<[f32; ROWS]>().write_unaligned(*whole);
                             }

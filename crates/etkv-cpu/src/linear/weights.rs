@@ -5,8 +5,8 @@ use etkv_core::{fail, Result};
 use super::scales::Scales;
 pub use super::scales::ROWS;
 
-/// The maximum number of elements of a row, and of rows. No model has that many, and with this limit sizes in
-/// bytes fit 64 bits.
+/// The maximum number of elements of a row, and the maximum number of rows. No model has that many, and with
+/// this limit sizes in bytes fit 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 24;
 
 /// The maximum size of a group of weights that share a scale.

@@ -11,8 +11,8 @@ pub struct Workspace {
     pub(super) memory: Option<Memory>,
 }
 
-/// The workspaces of a process, which the calls of all programs share. A call borrows one. They are freed
-/// with the last loaded call.
+/// The workspaces of a process, which the calls of all programs share. A call borrows one workspace. The
+/// workspaces are freed with the last loaded call.
 #[derive(Debug)]
 pub struct Workspaces<W> {
     free: Mutex<Vec<W>>,

@@ -37,8 +37,8 @@ unsafe impl Sync for Memory {}
 impl Memory {
     const LINE: usize = 64;
 
-    /// The alignment that is requested from the allocator. With a larger one, the allocator would write
-    /// zeros. With this one, large blocks are fresh pages, which the system has zeroed.
+    /// The alignment that is requested from the allocator. With a larger alignment, the allocator would write
+    /// zeros. With this alignment, large blocks are fresh pages, which the system has zeroed.
     const ALIGN: usize = 16;
 
     /// Returns `size` bytes of zeros.

@@ -71,9 +71,9 @@ impl Call {
     /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind) for a
     ///   cache of another backend, and [`Shape`](etkv_core::Status::Shape) if the cache differs in the number
     ///   of layers. Also [`Kind`](etkv_core::Status::Kind) if the program chooses a tensor by the capacity,
-    ///   and the cache has rows that were computed with another one.
-    /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of logits only, if the program
-    ///   computes all rows, and for the rows of candidates.
+    ///   and the cache has rows that were computed with the other tensor.
+    /// - [`Unsupported`](etkv_core::Status::Unsupported) if the options request only the last row of logits
+    ///   and the program computes all rows, or if they request the rows of candidates.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
         Self::load_now(payload, options).inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");

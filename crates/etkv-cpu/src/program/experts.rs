@@ -35,9 +35,9 @@ impl ExpertsCall {
     /// Runs the call.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments;
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index without an expert; the errors of
-    /// the host.
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for arguments that do not
+    /// match the call; [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index without an
+    /// expert; the errors of the host.
     pub fn run(
         &self,
         inputs: &[Argument],

@@ -228,7 +228,7 @@ impl OutputMemory {
 }
 
 /// Gets the memory of an output of this shape from the host. `read` lists the inputs that are read while the
-/// output is written, which must not overlap it.
+/// output is written. They must not overlap the output.
 ///
 /// # Errors
 /// The errors of `host`, and [`Shape`](etkv_core::Status::Shape) for memory that does not fit.

@@ -40,8 +40,8 @@ impl Linears {
     /// Runs the call.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; the
-    /// errors of the host.
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for arguments that do not
+    /// match the call; the errors of the host.
     pub fn run(
         &self,
         inputs: &[Argument],
@@ -118,8 +118,8 @@ impl Embeddings {
     ///
     /// # Errors
     /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id without a row;
-    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments; the
-    /// errors of the host.
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for arguments that do not
+    /// match the call; the errors of the host.
     pub fn run(
         &self,
         inputs: &[Argument],

@@ -15,8 +15,8 @@ mod tests;
 /// The version of payloads that this build reads.
 const VERSION: u32 = 1;
 
-/// The maximum number of calls of a forward. It exceeds that of any model, and limits the memory for a flag
-/// for each call.
+/// The maximum number of calls of a forward. No model has that many calls. The limit bounds the memory for
+/// the flags of the calls.
 const MAX_CALLS: usize = 1 << 16;
 
 /// A payload with its version.
@@ -60,9 +60,9 @@ pub struct LayerCall {
     pub call: usize,
     /// The number of calls of a forward.
     pub n_calls: usize,
-    /// The number of attention layers that the calls use. They are the first ones of the cache.
+    /// The number of attention layers that the calls use. These are the first attention layers of the cache.
     pub n_layers: usize,
-    /// The number of recurrent layers that the calls use. They are the first ones of the cache.
+    /// The number of recurrent layers that the calls use. These are the first recurrent layers of the cache.
     #[serde(default)]
     pub n_recurrent: usize,
     /// The index of the layer, among the attention layers or among the recurrent layers.
@@ -90,7 +90,7 @@ impl From<Attend> for AttendSinks {
 }
 
 /// Attention with sinks or a softcap over a layer of the cache. It is a separate op, so that an earlier build
-/// refuses it instead of ignoring these.
+/// refuses it instead of ignoring the sinks and the softcap.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct AttendSinks {
     #[serde(flatten)]
@@ -244,7 +244,7 @@ weights! {
     Fp4: WeightFormat::Fp4 { group },
 }
 
-/// What each product of experts has: one value for both in JSON, or a pair.
+/// A value for each of the two products of experts. In JSON, it is one value for both or a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OfProducts<T>(pub [T; 2]);
 
@@ -332,7 +332,7 @@ impl Payload {
 }
 
 impl Weights {
-    /// Refuses groups of weights that have no scales.
+    /// Refuses a group size for weights that have no scales.
     fn check_group(self, group: usize) -> Result<()> {
         if matches!(self, Self::Float32 | Self::Bfloat16) && group != 0 {
             fail!(Program, "group size: expected 0 for weights in floats, got {group}");

@@ -6,7 +6,7 @@ use etkv_delegate::{Argument, Host, LogitsRows};
 /// Copies all rows of the input, `[1, T, hidden]`, or only the last one, to an output of `host`.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) for other inputs, and the errors of the host.
+/// [`Shape`](etkv_core::Status::Shape) for an input of another shape, and the errors of the host.
 pub fn select(rows: LogitsRows, input: &Argument, host: &mut dyn Host) -> Result<()> {
     let (bytes, shape) = (input.bytes(), input.shape());
     let &[1, n, width] = shape else {

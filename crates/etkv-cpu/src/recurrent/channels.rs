@@ -2,10 +2,11 @@
 //!
 //! The decay from a row to a token is an exponential for each channel, which costs more than the product. So
 //! a block is divided into parts of [`PART`] rows. The decay from a row to a token of a later part is split
-//! at the end of the row's part: keys are decayed to this end, and vectors from it, and both are used in many
-//! products. Both factors are at most 1, so they cannot overflow.
+//! at the end of the row's part: keys are multiplied by the decay up to this end, and vectors by the decay
+//! from it. Both results are used in many products. Both decays are at most 1, so the results cannot
+//! overflow.
 
-// An index selects a register, which iterators would hide.
+// An index selects a register. Iterators would hide this.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;

@@ -1,6 +1,6 @@
 //! Causal depthwise convolutions.
 
-// An index selects a register, which iterators would hide.
+// An index selects a register. Iterators would hide this.
 #![allow(clippy::needless_range_loop)]
 
 use etkv_core::bookkeeping::{RecurrentPlan, RowSource};
@@ -22,7 +22,8 @@ use crate::tensor::{Dtype, Tensor, Values};
 /// The channels of a task, in whole vectors.
 const CHANNELS: usize = 256;
 
-/// If lanes are tokens: the number of channels whose columns are written together. They fill a cache line.
+/// If lanes are tokens: the number of channels whose columns are written together. The numbers of these
+/// channels for one token fill a cache line.
 const LINE: usize = 16;
 
 /// The activation function of a convolution.
@@ -85,9 +86,8 @@ pub fn convolve(
 /// The errors of [`convolve`]. The output is then not written.
 ///
 /// # Safety
-/// `start` must point to `channels * T` elements of `dtype`, aligned to their size, which nothing else
-/// accesses during the call. The returned tensor must be dropped before the workspace is used again or
-/// dropped.
+/// `start` must point to `channels * T` elements of `dtype`, aligned to their size. Nothing else may access
+/// them during the call. The returned tensor must be dropped before the workspace is used again or dropped.
 pub unsafe fn convolve_into(
     inputs: &ConvolveInputs,
     spec: &RecurrentSpec<View>,
@@ -172,8 +172,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Returns whether lanes are tokens, which suits programs, as a channel's columns are contiguous there.
-    /// In short steps, lanes are channels.
+    /// Returns whether lanes are tokens. This suits the inputs of programs, in which the columns of a channel
+    /// are contiguous. In short steps, lanes are channels instead.
     fn by_channel(&self) -> bool {
         self.n_tokens >= 16
     }

@@ -15,7 +15,8 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
         [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
     // ln 2 in two parts; products of the first with small integers are exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
+    // Adding this number rounds to an integer. The lowest bits of the float32 sum are then those of the
+    // integer.
     const INTEGER: f32 = 12_582_912.0;
     // SAFETY: the caller upholds the contract.
     unsafe {

@@ -1,6 +1,6 @@
 //! Computes the next anchor from an anchor and the rows of a block (a fold).
 
-// An index selects a register, which iterators would hide.
+// An index selects a register. Iterators would hide this.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;

@@ -3,7 +3,7 @@
 //! Each element of a result is computed by the same sequence of operations, independent of the number of rows
 //! and columns that a loop processes at a time.
 
-// An index selects a register, which iterators would hide.
+// An index selects a register. Iterators would hide this.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
@@ -17,7 +17,7 @@ pub(super) struct Dots<'a, const M: usize> {
     pub n_tokens: usize,
     /// Rows of `dim` numbers.
     pub rows: &'a [*const f32],
-    /// Whether the last rows are those of the tokens. Products with rows after a token's own are then not
+    /// Whether the last rows are those of the tokens. Products with rows after a token's own row are then not
     /// needed.
     pub causal: bool,
     /// A multiple of the vector width.

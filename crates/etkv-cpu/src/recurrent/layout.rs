@@ -24,7 +24,7 @@ pub(super) struct Sizes {
     pub n_anchors: usize,
     /// The number of stored rows, if they must be gathered, or 0.
     pub n_gathered: usize,
-    /// The number of tasks for each head. They divide its columns of values into whole vectors.
+    /// The number of tasks for each head. These tasks divide the head's columns of values into whole vectors.
     pub n_slices: usize,
     pub slice: usize,
 }
@@ -73,7 +73,7 @@ impl Sizes {
     }
 }
 
-/// The memory that the tasks of a step share. Only the tasks of a head use that head.
+/// The memory that the tasks of a step share. Only the tasks of a head use the memory of that head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shared {
     /// `[k_heads, T, k_padded]`, padded with zeros.
@@ -101,7 +101,7 @@ pub(super) struct Scratch {
     pub weights: *mut f32,
     /// With a decay for each channel: the vectors, decayed from the end of a part of the block.
     pub part: *mut f32,
-    /// The outputs of these tokens, unless they are written to the job's memory directly.
+    /// The outputs of the block's tokens, unless they are written to the job's memory directly.
     pub out: *mut f32,
     /// The last state and the next one.
     pub states: [*mut f32; 2],

@@ -68,8 +68,8 @@ pub(super) fn owned(rows: RecurrentRows<Tensor>) -> Result<RecurrentRows<Tensor>
 /// The errors of [`scan`]. The output may then be partly written.
 ///
 /// # Safety
-/// `start` must point to `heads * T * v_dim` elements of `dtype`, aligned to their size, which nothing else
-/// accesses during the call. The returned tensors must be dropped before the workspace is used again or
+/// `start` must point to `heads * T * v_dim` elements of `dtype`, aligned to their size. Nothing else may
+/// access them during the call. The returned tensors must be dropped before the workspace is used again or
 /// dropped.
 pub unsafe fn scan_into(
     scan: &Scan,
@@ -178,8 +178,9 @@ fn check(scan: &Scan, inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<usize
     Ok(n)
 }
 
-/// Assigns an index in the workspace to the anchor of each fold that is used later. Anchors that are stored
-/// come first, in order. Anchors from which later chains start follow. Returns the number of anchors.
+/// Assigns an index in the workspace to the anchor of each fold, if the anchor is used later. Anchors that
+/// are stored come first, in order. Anchors from which later chains start follow. Returns the number of
+/// anchors.
 fn place_anchors(plan: &RecurrentPlan, places: &mut Vec<Option<u32>>) -> usize {
     places.clear();
     places.resize(plan.folds.len(), None);

@@ -316,7 +316,7 @@ impl Job<'_> {
         }
     }
 
-    /// The same with a decay for each channel.
+    /// The same as [`weigh`](Self::weigh), with a decay for each channel.
     unsafe fn weigh_channels<S: Simd, const M: usize>(
         &self,
         before: usize,

@@ -154,8 +154,8 @@ impl Simd for Avx2 {
         }
 
         fn e4m3(from: *const u8) -> Self::F {
-            // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
-            // subnormal.
+            // After the shift, the code has the bits of a float16 whose value is 2^8 times smaller than the
+            // code's value. This is also true for subnormal numbers.
             let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
             let bits = _mm_and_si128(_mm_slli_epi16::<7>(codes), _mm_set1_epi16(0xbf80_u16 as i16));
             _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0))

@@ -49,8 +49,8 @@ impl Avx512 {
     }
 }
 
-/// Safety is that of the trait: the machine has AVX-512, and pointers are valid for the bytes that are read
-/// and written.
+/// The safety conditions are those of the trait: the machine must have AVX-512, and pointers must be valid
+/// for the bytes that are read and written.
 impl Simd for Avx512 {
     const WIDTH: usize = 16;
     const ROWS: usize = 4;
@@ -174,8 +174,8 @@ impl Simd for Avx512 {
         }
 
         fn e4m3(from: *const u8) -> Self::F {
-            // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
-            // subnormal.
+            // After the shift, the code has the bits of a float16 whose value is 2^8 times smaller than the
+            // code's value. This is also true for subnormal numbers.
             let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
             let bits = _mm256_slli_epi16::<7>(codes);
             let bits = _mm256_and_si256(bits, _mm256_set1_epi16(0xbf80_u16 as i16));

@@ -124,8 +124,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// Returns the larger number, or `b` if `b` is NaN.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// Returns 2 to the power of the integer in the lowest nine bits of each number. It is from -127 to 127,
-    /// and the result for -127 is 0.
+    /// Returns 2 to the power of the integer in the lowest nine bits of each number. The integer is from -127
+    /// to 127, and the result for -127 is 0.
     unsafe fn pow2(x: Self::F) -> Self::F;
     /// Returns the sum of the numbers.
     unsafe fn sum(x: Self::F) -> f32;

@@ -121,7 +121,7 @@ struct Reduce<'a> {
     columns: &'a mut [f32],
 }
 
-/// The distance between rows, which is not a multiple of a vector.
+/// The distance between rows. It is not a multiple of the vector width.
 const STRIDE: usize = ROOM + 3;
 
 impl Kernel for Reduce<'_> {

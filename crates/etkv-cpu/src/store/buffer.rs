@@ -23,7 +23,7 @@ pub(super) struct Buffer {
     head_dim: usize,
     widths: Widths,
     pub(super) slots: i32,
-    /// The slots below this number are in frozen memory, and were not written since.
+    /// The slots below this number are in frozen memory, and were not written since they were frozen.
     pub(super) shared: i32,
     /// The memory of each plane of the format. Absent if there are no slots.
     pub(super) planes: [Option<Arc<Memory>>; 3],
@@ -162,7 +162,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Writes one row for each slot. Returns whether all stored values are finite, which is checked only with
+    /// Writes one row for each slot. Returns whether all stored values are finite. This is checked only with
     /// `watch`. `row` must have room for a row.
     ///
     /// # Errors
@@ -275,8 +275,8 @@ impl Buffer {
         })
     }
 
-    /// Moves rows, as if all were read before any is written. It needs no memory for a run of slots, or if
-    /// rows are in the order of their slots and move towards slot 0. These cases include windows, accepted
+    /// Moves rows, as if all were read before any is written. The move needs no memory for a run of slots, or
+    /// if rows are in the order of their slots and move towards slot 0. These cases include windows, accepted
     /// candidates and compaction.
     ///
     /// # Errors
@@ -323,8 +323,8 @@ impl Buffer {
         })
     }
 
-    /// Passes each plane to `change`: its index, the bytes of a slot, and all its bytes. If a view uses it,
-    /// it is copied first.
+    /// Passes each plane to `change`: its index, the bytes of a slot, and all its bytes. If a view uses a
+    /// plane, the plane is copied first.
     fn for_each_plane(&mut self, mut change: impl FnMut(usize, usize, &mut [u8])) -> Result<()> {
         for at in 0..self.planes.len() {
             let slot_bytes = self.slot_bytes(at);

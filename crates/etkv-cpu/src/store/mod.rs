@@ -169,7 +169,7 @@ impl Store for CpuStore {
     }
 
     /// Rows that the step wrote to empty slots may stay, since no step reads these slots before they are
-    /// written again. The exception is the slots in `blank`.
+    /// written again. The slots in `blank` are an exception: they are set to zero.
     fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
         self.end();
         for (layer, slots) in blank {

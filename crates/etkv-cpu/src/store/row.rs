@@ -10,8 +10,8 @@ use crate::simd::E2M1;
 /// The codec of rows of 4-bit codes with a scale. A word of 32 bits has eight codes, with the first in the
 /// lowest bits.
 ///
-/// Codes are computed with the scale after its rounding to float16, which is at most 65504. Values above 7
-/// times (`Int4`) or 6 times (`Fp4`) this scale are clipped.
+/// Codes are computed with the scale after its rounding to float16. The scale is at most 65504. Values above
+/// 7 times (`Int4`) or 6 times (`Fp4`) this scale are clipped.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Row {
     /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.

@@ -21,8 +21,8 @@ struct FrozenBuffer {
 }
 
 impl Buffer {
-    /// Freezes the first `slots` slots. The buffer then maps the frozen rows, with room for `most` slots.
-    /// Slots after them have no rows. They are freed, and can be added again without a copy.
+    /// Freezes the first `slots` slots. The buffer then maps the frozen rows, with room for `most` slots. The
+    /// slots after the frozen ones are freed. They can be added again without a copy.
     fn freeze(&mut self, slots: i32, most: i32, anew: bool) -> Result<FrozenBuffer> {
         if slots < 0 || slots > self.slots {
             fail!(Internal, "{slots} slots of {} must be frozen", self.slots);

@@ -19,14 +19,16 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
-// The scale of a pair of codes (`by`) and a correction that is added (`plus`): the offset, the part of a
-// scale that bfloat16 rounds away, or the scale times the number by which `Decoder::large` exceeds the code.
-// `upper` is the last of these for codes that stay in the upper half of a byte.
+// The scale of a pair of codes (`by`) and a correction that is added (`plus`): the offset, the part
+// of a scale that bfloat16 rounds away, or the scale times the number by which `Decoder::large`
+// exceeds the code. `upper` is the last of these corrections for codes that stay in the upper half
+// of a byte.
 struct Scales {
   unsigned by, plus, upper;
 };
 
-// With `IS_APART`, elements do not include offsets. The caller adds these to the results of products.
+// With `IS_APART`, elements do not include offsets. The caller adds the offsets to the results of
+// products.
 template <typename F, typename E, bool IS_APART>
 struct Decoder {
   // The type of the unpacked elements.
@@ -99,7 +101,7 @@ struct Decoder {
       return {__byte_perm(s, t, 0x5410), __byte_perm(o, p, 0x5410), 0};
     }
     if constexpr (F::HAS_OFFSETS) {
-      // The scale times -1024 and times -64, which is exact.
+      // The scale times -1024, and the scale times -64. Both products are exact.
       unsigned by = __byte_perm(s, t, 0x5410);
       return {by, multiply_add_pairs<Inner>(by, 0xe400e400u, 0), multiply_add_pairs<Inner>(by, 0xd400d400u, 0)};
     }

@@ -14,15 +14,16 @@ constexpr int ROWS = 8;
 constexpr int MAX_ROWS = 2 * ROWS;
 // The number of pieces of the weight that a thread loads ahead.
 constexpr int DEPTH = 4;
-// The floats of all warps' partial sums for two tiles, and of their sums of squares for each row.
+// The number of floats of all warps' partial sums for two tiles, and the number of floats of all
+// warps' sums of squares for each row.
 constexpr int SUMS = 2 * SHARES * MAX_ROWS * OUTPUTS;
 constexpr int SQUARES = MAX_ROWS * SHARES;
-// The padding elements between rows in shared memory, which puts two rows in different banks. And the maximum
-// elements of all rows.
+// The number of padding elements between rows in shared memory, with which two adjacent rows are in
+// different banks, and the maximum number of elements of all rows together.
 constexpr int PAD = 32;
 constexpr int MAX_SHARED = 33280;
 
-// The activation function of a gate. The host uses the same numbers.
+// The activation function of a gate. The host identifies the functions by the same numbers.
 enum Gates { NO_GATE, SILU, GELU, GELU_TANH };
 
 __device__ inline float activated(int gate, float x) {
@@ -127,7 +128,7 @@ struct FewRows {
     return sum;
   }
 
-  // Rounds like a separate norm.
+  // Rounds in the same way as a separate norm.
   __device__ uint4 normalized(uint4 piece, uint4 weights, float scale) const {
     E each[8], by[8];
     memcpy(each, &piece, sizeof(piece));
@@ -141,7 +142,8 @@ struct FewRows {
     return piece;
   }
 
-  // Returns the normalized piece of a row at `at`. A weight in float32 is multiplied before the product is rounded.
+  // Returns the normalized piece of a row at `at`. With a float32 weight, elements are rounded only
+  // after the multiplication by the weight.
   __device__ uint4 normalized_at(uint4 piece, int at, float scale, bool norm_aligned) const {
     if constexpr (cuda::std::is_same_v<W, E>) {
       uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
@@ -276,8 +278,8 @@ struct FewRows {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // The elements of the inner axis are in the order in which they were read, which is not that of the
-          // matrices. It is the same for both operands, so the sum is right.
+          // The elements of the inner axis are in the order in which they were read, not in the
+          // order of the matrices. The order is the same for both operands, so the sum is right.
           uint4 upper = a[place][0][half], lower = a[place][1][half];
           unsigned head[4] = {upper.x, lower.x, upper.y, lower.y};
           unsigned tail[4] = {upper.z, lower.z, upper.w, lower.w};
@@ -345,8 +347,8 @@ struct FewRows {
     return pools.values + (head - pools.each) * pools.values_head + at;
   }
 
-  // Writes two outputs of a head, and rotates them if they are below `rotated`. Rounds like a separate
-  // rotation. Keys and values of a row without a slot are not written.
+  // Writes two outputs of a head, and rotates them if they are below `rotated`. Rounds in the same
+  // way as a separate rotation. Keys and values of a row without a slot are not written.
   __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
     int half = head_dim / 2;
     if (pools.keys && pools.slots[r] < 0 && output / head_dim >= pools.queries) return;
@@ -370,7 +372,7 @@ struct FewRows {
     write_output(out, r, output, value_of(output, sum, gated), other);
   }
 
-  // Returns an output before the residual is added. Rounds like separate operations.
+  // Returns an output before the residual is added. Rounds in the same way as separate operations.
   __device__ E value_of(int output, float sum, float gated) const {
     if (bias) {
       sum += static_cast<float>(bias[output * bias_step]);

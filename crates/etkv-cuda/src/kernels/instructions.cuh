@@ -1,5 +1,5 @@
-// GPU instructions for which C++ has no syntax. The other files do not have any, so they also run in a C++
-// program that defines functions with these names.
+// GPU instructions for which C++ has no syntax. The other files contain no such instructions, so
+// they also run in a C++ program that defines functions with these names.
 
 namespace etkv {
 
@@ -71,8 +71,9 @@ __device__ inline uint4 read_once(const void* at) {
   return x;
 }
 
-// Reads 16 bytes that the previous kernel may have written. If kernels overlap, this cannot be a read of
-// constant memory, which the compiler may move and whose cache may be stale.
+// Reads 16 bytes that the previous kernel may have written. If kernels overlap, this must not be a
+// read of constant memory: the compiler may move such a read, and the cache of constant memory may
+// be stale.
 __device__ inline uint4 read_rows(const void* at) {
 #ifdef ETKV_OVERLAPS
   return *reinterpret_cast<const uint4*>(at);
@@ -144,7 +145,7 @@ __device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c
   return d;
 }
 
-// Returns 2 to the power of x, or 0 if the result is not a normal number.
+// Returns 2 to the power of x, or 0 if the result would be subnormal.
 __device__ inline float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -10,8 +10,8 @@ namespace etkv {
 constexpr int MANY_WARPS = 8;
 constexpr int MANY_THREADS = 32 * MANY_WARPS;
 constexpr int OUTPUT_WARPS = 4;
-// The rows of the weight in a tile. They are pairs, with one of each pair in the first half of the tile and
-// the other in the second, so that a thread has the sums of both.
+// The rows of the weight in a tile. The rows form pairs. One row of each pair is in the first half
+// of the tile and the other in the second half, so that a thread has the sums of both.
 constexpr int MANY_TILE = 128;
 constexpr int MANY_PAIRS = MANY_TILE / 2;
 // The elements of a row in a slot of the ring. The host defines the number of slots, `MANY_DEPTH`.
@@ -49,8 +49,8 @@ struct ManyRows : FewRows<E> {
   __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
   __device__ int tiles() const { return (pairs() + MANY_PAIRS - 1) / MANY_PAIRS; }
 
-  // Returns the first output of a pair. The second row of the weight is `apart()` rows later. With a gate, it
-  // computes the output that the gate multiplies.
+  // Returns the first output of a pair. The second row of the weight is `apart()` rows later. With
+  // a gate, the second row computes the output that the gate multiplies.
   __device__ int output_of(int tile, int pair) const {
     if (!is_paired()) return tile * MANY_TILE + pair;
     pair += tile * MANY_PAIRS;
@@ -231,8 +231,8 @@ struct ManyRows : FewRows<E> {
     }
   }
 
-  // Writes the partial sums of a unit, and resets them. Returns whether this is the last block of the tile.
-  // If so, reads and adds the sums of all its blocks, in the order of units.
+  // Writes the partial sums of a unit, and resets them. Returns whether this is the last block of
+  // the tile. If so, reads and adds the sums of all blocks of the tile, in the order of units.
   __device__ bool adds_splits(int unit, Sums& sums) const {
     __shared__ bool is_last;
     int tile = unit / shared.splits;

@@ -28,8 +28,9 @@ struct Merge {
         ends[i] = exists ? read_two(stats + 2LL * slice * pitch) : make_float2(0, 0);
         its[i] = exists ? read_four(parts + 1LL * slice * pitch * DV + 4 * piece) : make_float4(0, 0, 0, 0);
       }
-      // The compiler would delay each load until its first use, so that loads would wait for each other. This
-      // uses all of them at once, for bits that are always 0.
+      // Without this code, the compiler would delay each load until its first use, so that loads
+      // would wait for each other. This code uses the results of all loads at once, to compute bits
+      // that are always 0.
       unsigned bits = 0;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) bits |= __float_as_uint(its[i].x);

@@ -23,7 +23,7 @@ struct OneRow : FewRows<E, W> {
 
   __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
 
-  // Returns the first output of a pair. With a gate, it is the only one.
+  // Returns the first output of a pair. With a gate, it is the only output.
   __device__ int output_of(int pair) const {
     if (gate) return pair;
     if (!head_dim) return 2 * pair;

@@ -82,8 +82,8 @@ struct PackedRows : OneRow<E> {
   const E* biases;
   int group_shift;
 
-  // The elements of a piece, of four threads' pieces, and of a step, in which each warp has two such spans.
-  // And the number of steps that a thread loads ahead.
+  // The number of elements of a piece, of the pieces of four threads (a span), and of a step, in
+  // which each warp has two spans. The last number is that of the steps that a thread loads ahead.
   static constexpr int PIECE = CODES<BITS>;
   static constexpr int SPAN = 4 * PIECE;
   static constexpr int PACKED_STEP = 2 * SPAN * SHARES;

@@ -1,6 +1,6 @@
 // The kernels that read packed weights. `Element` and `BITS` must be defined before.
 
-// The layout is the same on the host. The weight of `product` is the codes.
+// The layout is the same on the host. The weight in `product` has the codes.
 struct PackedWork {
   ProductWork product;
   const Element* scales;

@@ -329,7 +329,8 @@ struct PackedSlice {
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
       float& highest = most[i / 2][i % 2];
-      // Where nothing is seen, scores are all so low that they have no weight.
+      // If the row has seen no key so far, `highest` is -infinity. Subtracting 0 then gives weights
+      // of 0.
       float from = highest == -INFINITY ? 0.0f : highest;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -408,8 +409,8 @@ struct PackedSlice {
     }
   }
 
-  // Multiplies half of these eights by the weights. `to` is the first of this thread's four sums to which the
-  // products are added.
+  // Multiplies half of the eights from `read_values` by the weights. `to` is the first of this
+  // thread's four sums to which the products are added.
   __device__ void multiply_values(const unsigned (&b)[ROW_TILES][2], const typename ValueCodes::Eight (&eights)[2][2],
                                   const Scales (&scales)[2], int half, int to) {
     unsigned upper[4], lower[4];
@@ -423,8 +424,8 @@ struct PackedSlice {
     }
   }
 
-  // Returns the index in a head of element `element` of this thread's sums, which is a multiple of 4. The
-  // three after it are consecutive.
+  // Returns the index in a head of element `element` of this thread's sums. `element` is a multiple
+  // of 4, and the three elements after it are also consecutive in the head.
   __device__ static int column(int element, int g) {
     if (element < 8 * ROUNDS) return element / 8 * 64 + 8 * g + element % 8;
     return 64 * ROUNDS + 8 * (g % 4) + 4 * (g / 4);

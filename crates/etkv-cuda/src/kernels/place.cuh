@@ -24,7 +24,7 @@ struct Row {
     if (8 * thread < dim) *reinterpret_cast<uint4*>(to + 8 * thread) = piece;
   }
 
-  // Rounds like `FewRows`, unless the weight is float32.
+  // Rounds in the same way as `FewRows`, unless the weight is float32.
   __device__ void normalize(const AnyNorm& norm) {
     float sum = 0;
     for (int i = 0; i < 8; ++i) sum += static_cast<float>(x[i]) * static_cast<float>(x[i]);

@@ -1,5 +1,5 @@
-// Recurrent layers of a step: convolutions of any number of tokens, and linear recurrences of a few tokens of
-// each sequence, all of which are in one block of positions.
+// Recurrent layers of a step: convolutions of any number of tokens, and linear recurrences of a few
+// tokens of each sequence. The tokens of a sequence are all in one block of positions.
 
 namespace etkv {
 

@@ -39,8 +39,8 @@ struct TileList {
   const unsigned long long* tiles;
   int queries, count;
 
-  // `data` has the ends of all blocks' lists, the lists, and the tiles. `before` is the count of numbers
-  // before the tiles.
+  // `data` has the ends of all blocks' lists, the lists, and the tiles. `before` is the number of
+  // 64-bit words before the tiles.
   __device__ void open(const unsigned long long* data, int before, int all_queries, int block, int blocks) {
     tiles = data + before;
     queries = all_queries;
@@ -69,8 +69,8 @@ __device__ inline unsigned pair_of(E low, E high) {
   return bits[0] | static_cast<unsigned>(bits[1]) << 16;
 }
 
-// Returns the sum of `x`, or the maximum, over the threads of a warp whose numbers differ by a multiple of
-// `FROM` below `TO`.
+// Returns the sum or the maximum of `x` over the threads of a warp whose numbers differ by a
+// multiple of `FROM` that is below `TO`.
 template <int FROM, int TO>
 __device__ inline float over_threads(float x, bool adds) {
   for (int step = FROM; step < TO; step *= 2) {

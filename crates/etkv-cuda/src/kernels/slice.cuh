@@ -16,10 +16,11 @@ constexpr int TILE = 64;
 constexpr int STEP = 16;
 constexpr int ROWS = 16;
 
-// The rows of a block are divided among `MAX_ROW_WARPS` warps if `IS_FIXED`, or else among at most that many.
-// The other warps of the block have the same rows and other keys. A thread block computes `PARTS` consecutive
-// blocks of rows, with one of these objects for each. `AT_ONCE` is the maximum number of steps of keys that a
-// warp computes at a time, which the number of registers limits.
+// The rows of a block are divided among `MAX_ROW_WARPS` warps if `IS_FIXED`, or else among at most
+// that many. The other warps of the block have the same rows and other keys. A thread block
+// computes `PARTS` consecutive blocks of rows, with one of these objects for each. `AT_ONCE` is the
+// maximum number of steps of keys that a warp computes at a time. The number of registers limits
+// it.
 template <typename E, int DK, int DV, int MASK, int STAGES, int MAX_ROW_WARPS, bool IS_FIXED = false, int PARTS = 1,
           int AT_ONCE = 2>
 struct Slice {
@@ -164,7 +165,7 @@ struct Slice {
     }
   }
 
-  // The same for a tile of which all rows exist, with fewer instructions.
+  // The same as `load`, with fewer instructions, for a tile of which all rows exist.
   template <int D>
   __device__ void load_whole(E* to, const View<E>& rows, int first) {
     constexpr int PIECES = D / PIECE, APART = THREADS / PIECES;
@@ -358,8 +359,9 @@ struct Slice {
   // Returns the first key of tile number `tile` of this block.
   __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
-  // Returns the number of slices of a block of rows, at most `most`. With many rows, a slice has a large
-  // partial result to merge. The number is then as small as possible without more tiles in the largest slice.
+  // Returns the number of slices of a block of rows, at most `most`. With many rows, a slice has a
+  // large partial result to merge. The number is then as small as possible without making the
+  // largest slice larger.
   __device__ int slices_of(int block, int most) const {
     int tiles = max(tiles_of_all(block), 1);
     if (MAX_ROW_WARPS * PARTS == 1) return min(tiles, most);
@@ -429,10 +431,10 @@ struct Slice {
             typename Attend>
   __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Prepare& prepare, const Start& start,
                             const Begin& begin, const Look& look, const Attend& attend) {
-    // With three stages or more, the copy of a tile can begin when all warps have reached the current tile,
-    // since none reads the stage of the previous one any more. Warps then wait for each other once for each
-    // tile instead of twice. If no warps share rows, this is not done: a warp takes so long for a tile that
-    // the copies would begin too late.
+    // With three stages or more, the copy of a tile can begin when all warps have reached the
+    // current tile, since no warp reads the stage of the previous tile any more. Warps then wait
+    // for each other once for each tile instead of twice. If no warps share rows, this is not done:
+    // a warp takes so long for a tile that the copies would begin too late.
     constexpr bool LOADS_LATE = STAGES > 2 && MAX_ROW_WARPS < WARPS;
     int tiles = tiles_of_all(block);
     int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
@@ -479,8 +481,8 @@ struct Slice {
     for (int i = 0; i < 4; ++i) {
       float value = x[i] / whole;
       if (whole == 0) {
-        // The row sees no key. MLX then gives all keys the same weight. With a list, only padding queries see
-        // no key. With packed values, `v.data` is null, and there are no such rows.
+        // The row sees no key. MLX then gives all keys the same weight. With a list or with packed
+        // values, only padding queries see no key. With packed values, `v.data` is null.
         value = 0;
         for (int key = 0; MASK != SEES_LISTED && v.data && key < sizes.keys; ++key) {
           value += static_cast<float>(v.at(head, key)[(column + i) * v.column]);

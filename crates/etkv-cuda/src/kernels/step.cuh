@@ -7,7 +7,7 @@ constexpr int MAX_TOKENS = 64;
 struct Step {
   // Attention reads the slots below this number, which include those of the step.
   int keys;
-  // The count of numbers before the tiles in the step's mask, if it has one.
+  // The number of 64-bit words before the tiles in the step's mask, if it has one.
   int before_tiles;
   int unused[2];
   int ids[MAX_TOKENS];

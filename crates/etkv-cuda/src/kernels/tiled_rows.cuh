@@ -27,8 +27,8 @@ struct TiledRows : FewRows<E> {
   static constexpr int WIDE = HELD ? HELD_WIDE : OTHER_WIDE;
   static constexpr int DEPTH = HELD ? HELD_DEPTH : OTHER_DEPTH;
   static constexpr int PIECES = WIDE / 8;
-  // The elements of a ring's slot, the rows that a warp copies at a time, and the floats of a warp's partial
-  // sums of a tile.
+  // The number of elements of a ring's slot, the number of rows that a warp copies at a time, and
+  // the number of floats of a warp's partial sums of a tile.
   static constexpr int PLACE = (TILE + (HELD ? 0 : 8 * HALVES)) * WIDE;
   static constexpr int COPIED = 32 / PIECES;
   static constexpr int SUMS_OF_WARP = 8 * HALVES * TILE;

@@ -55,7 +55,7 @@ pub(crate) struct AttendWork {
     pub(crate) unused: i32,
 }
 
-// The kernels' file has the same size.
+// The type in the kernels' file has the same size.
 const _: () = assert!(size_of::<AttendWork>() == 128);
 
 /// The launch parameters of attention.
@@ -206,7 +206,7 @@ impl Division {
         let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
         let row_tiles = match rows {
             ..=ROW_TILE => 1,
-            // With four row tiles, twice as many rows share the keys that a warp unpacks.
+            // With four row tiles, twice as many rows share the keys that a warp unpacks as with two.
             _ if is_shared => 4,
             _ => 2,
         };
@@ -224,8 +224,8 @@ impl Division {
     }
 }
 
-/// Returns the blocks of rows of a layer group, each of which reads one list of tiles, or `None` if the group
-/// is not masked. They are the same for all layers of the group.
+/// Returns the blocks of rows of a layer group, or `None` if the group is not masked. Each block reads one
+/// list of tiles. The blocks are the same for all layers of the group.
 pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
     let of_group = |launch: &Launch| match launch {
         Launch::Attend(attend) if attend.group == group => Some(*attend),

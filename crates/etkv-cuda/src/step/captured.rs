@@ -235,7 +235,7 @@ impl CapturedStep {
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         let started = check("cuGraphLaunch", launched).and_then(|()| self.copy_last_row(&steps[0]));
         if let Err(error) = started {
-            // The copy of the mask may still read memory that the next step writes.
+            // After an error, the copy of the mask may still read memory that the next step will write.
             let _ = device.stream.wait();
             return Err(error);
         }
@@ -243,8 +243,8 @@ impl CapturedStep {
         Ok(())
     }
 
-    /// Starts the copy of the logits of a step's last token, if the plan copies only these. The graph cannot
-    /// copy them, since the number of tokens varies.
+    /// Starts the copy of the logits of a step's last token, if the plan copies only the row of that token.
+    /// The graph cannot copy this row, since the number of tokens varies.
     fn copy_last_row(&self, step: &StepInputs) -> Result<()> {
         let Some(first) = self.last_of else {
             return Ok(());
@@ -258,8 +258,8 @@ impl CapturedStep {
         })
     }
 
-    /// Returns a step in the layout that the kernels read. `before_tiles` is the count of numbers before the
-    /// tiles in its mask.
+    /// Returns a step in the layout that the kernels read. `before_tiles` is the number of 64-bit words
+    /// before the tiles in the step's mask.
     fn inputs(step: &StepInputs, before_tiles: usize) -> Step {
         let mut inputs = Step {
             keys: int(step.n_keys),
@@ -277,8 +277,8 @@ impl CapturedStep {
         inputs
     }
 
-    /// Starts the copy of a step's mask, which the graph cannot copy since its size varies. Returns the count
-    /// of numbers before the tiles.
+    /// Starts the copy of a step's mask. The graph cannot copy the mask, since its size varies. Returns the
+    /// number of 64-bit words before the tiles.
     fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<usize> {
         let own = self.groups.get(group);
         let from = own.and_then(|group| Some((group.tiles.as_ref()?, group.rows?)));
@@ -320,8 +320,8 @@ impl CapturedStep {
 }
 
 impl CapturedStep {
-    /// Copies the beginning of a buffer after the last step, for tests. The contents are those that the last
-    /// kernel to write the buffer left.
+    /// Copies the beginning of a buffer to `to`, for tests. The buffer contains what the last kernel that
+    /// wrote to it has left.
     ///
     /// # Errors
     /// [`Error::Step`](crate::Error::Step) while a step runs or for more bytes than the buffer has, and

@@ -64,8 +64,8 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     }
 }
 
-/// Checks that all layers of a group can read the same lists of tiles, of which there is one for each block
-/// of rows.
+/// Checks that all layers of a group can read the same lists of tiles. There is one list for each block of
+/// rows.
 fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     let queries = plan.launches.iter().filter_map(|launch| match launch {
         Launch::Attend(attend) if attend.group == group => attend.n_q.checked_div(attend.n_kv),
@@ -446,7 +446,11 @@ fn is_pool(what: &str, pool: Pool, head_dim: usize) -> Result<()> {
         fail!(Plan, "{what}: {}", error.message());
     }
     let Some(packing) = rows.format.packing() else {
-        fail!(Plan, "{what} of packed rows in {}, a float format", rows.format);
+        fail!(
+            Plan,
+            "{what} as packed rows in {}, a float format; expected a packed format",
+            rows.format
+        );
     };
     is_address(&format!("the codes of {what}"), rows.codes, 16)?;
     is_address(&format!("the scales of {what}"), rows.scales, 16)?;

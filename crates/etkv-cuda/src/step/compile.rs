@@ -32,8 +32,8 @@ impl Compiler {
         Self::for_capability(Context::open()?.capability()?, folder)
     }
 
-    /// Returns the compiler for devices of a compute capability, such as 90 for 9.0. This machine does not
-    /// need such a device.
+    /// Returns the compiler for devices of a compute capability, such as 90 for 9.0. This machine need not
+    /// have such a device.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) if there is no compiler.
@@ -155,7 +155,7 @@ fn check(call: &str, result: nvrtcResult) -> Result<()> {
     }
 }
 
-/// Returns a cached cubin, if the hash after it shows that it is complete.
+/// Returns a cached cubin if it is complete. The hash that follows it in the file shows this.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(path).ok()?;
     let (cubin, kept) = bytes.split_last_chunk::<16>()?;

@@ -21,8 +21,8 @@ const OUTPUTS: usize = 16;
 const PAD: usize = 32;
 /// The maximum elements of a block's rows with which every device runs two blocks on a multiprocessor.
 const FEW_SHARED: usize = 33_280;
-/// The blocks of a single row's product on each multiprocessor. With one there is room for the next kernel's
-/// blocks, but the product takes a quarter longer on an H200.
+/// The number of blocks on each multiprocessor in the product of a single row. With one block there would be
+/// room for the next kernel's blocks, but the product takes a quarter longer on an H200.
 const ROW_BLOCKS: usize = 2;
 /// The warps of a block in the product of a single row.
 const ROW_WARPS: usize = PRODUCT_THREADS / 32;
@@ -34,9 +34,10 @@ const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
 /// The bytes of a multiprocessor's shared memory that the system reserves for each block.
 pub(crate) const SYSTEM_SHARED: usize = 1024;
 
-/// The parameters of the kernel with rings, as in the kernel. `WIDE` is the number of elements of a row that
-/// a warp multiplies at a time, `DEPTH` the number of slots of its ring. `HELD` is for rows that stay in
-/// registers, which have at most `MAX_HELD` elements, and `OTHER` for longer ones.
+/// The parameters of the kernel with rings. The kernel's file has the same values. `WIDE` is the number of
+/// elements of a row that a warp multiplies at a time, and `DEPTH` is the number of slots of the warp's ring.
+/// `HELD` is for rows that stay in registers: rows of at most `MAX_HELD` elements. `OTHER` is for longer
+/// rows.
 const TILED_WARPS: usize = 16;
 const HELD_WIDE: usize = 128;
 const HELD_DEPTH: usize = 2;
@@ -44,16 +45,17 @@ const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
 const MAX_HELD: usize = TILED_WARPS * HELD_WIDE;
 
-/// The parameters of the kernel of many rows, as in the kernel. A tile has `MANY_TILE` rows of the weight,
-/// and a slot of the ring has `MANY_WIDE` elements of each row. `MANY_ROWS` is the maximum number of rows of
-/// `x`, `MANY_DEPTHS` the possible number of slots.
+/// The parameters of the kernel of many rows. The kernel's file has the same values. A tile has `MANY_TILE`
+/// rows of the weight, and a slot of the ring has `MANY_WIDE` elements of each row. `MANY_ROWS` is the
+/// maximum number of rows of `x`, and `MANY_DEPTHS` is the range of possible numbers of slots.
 const MANY_THREADS: usize = 256;
 const MANY_TILE: usize = 128;
 const MANY_PAIRS: usize = MANY_TILE / 2;
 const MANY_WIDE: usize = 64;
 const MANY_ROWS: usize = 64;
 const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
-/// The maximum number of blocks that share a tile. Each writes partial sums, which the last one reads.
+/// The maximum number of blocks that share a tile. Each block writes partial sums, and the last block adds
+/// them.
 const MAX_SPLITS: usize = 8;
 
 #[derive(Debug, Clone, Copy)]
@@ -214,9 +216,9 @@ impl ProductShape {
         Ok(Self { kernel, blocks, threads, shared: 2 * shared })
     }
 
-    /// Returns the launch parameters of the kernel with rings, if it supports the product. It does not
-    /// support a single row: its blocks fill a whole multiprocessor, and on an H200 a kernel that overlaps
-    /// the next one is faster.
+    /// Returns the launch parameters of the kernel with rings, if it supports the product. The kernel does
+    /// not support a single row: its blocks fill a whole multiprocessor, so the next kernel cannot overlap
+    /// it, and on an H200 a kernel that overlaps the next one is faster.
     fn tiled(rows: usize, product: &Product, limits: Limits) -> Option<Self> {
         let Weight::Plain(weight) = product.weight else {
             return None;
@@ -297,7 +299,7 @@ fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
     (1..=steps.min(MAX_SPLITS)).min_by_key(time).unwrap_or(1)
 }
 
-/// Returns the number of rows that the kernel of many rows computes, which are padded to a multiple of 32.
+/// Returns the number of rows that the kernel of many rows computes: `rows`, rounded up to a multiple of 32.
 fn many_rows(rows: usize) -> usize {
     rows.next_multiple_of(32)
 }

@@ -86,8 +86,8 @@ impl KeyMask {
 
     /// Writes the mask in the layout that the kernels read, and returns its size. A block of rows reads only
     /// the tiles in which one of its tokens sees a key. The layout begins with the ends of the blocks' lists.
-    /// The lists of all blocks follow. An item of a list is the number of a tile and, in the upper bits, its
-    /// index. The last part is the tiles.
+    /// The lists of all blocks follow. An item of a list is the number of a tile and, in the upper 32 bits,
+    /// the tile's index in the last part. The last part has the tiles.
     ///
     /// `to` must have room for [`max_numbers`] numbers.
     pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> MaskSize {
@@ -131,7 +131,7 @@ fn bit_of(token: usize) -> u64 {
     1 << token.min(63)
 }
 
-/// The size of a mask in the kernels' layout, in numbers of 64 bits.
+/// The size of a mask in the kernels' layout, in words of 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MaskSize {
     /// The part before the tiles.

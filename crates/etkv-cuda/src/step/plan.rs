@@ -117,8 +117,8 @@ pub struct Plan {
     /// The outputs for the host.
     pub logits: Option<Logits>,
     /// Buffers that are copied to the host with the logits, for hidden states. Each has a multiple of 8
-    /// elements. No buffer is listed twice, or is the buffer of the logits, or is in `given`. If no logits
-    /// are copied, neither are these.
+    /// elements. A buffer may not be listed twice, be the buffer of the logits, or be in `given`. If no
+    /// logits are copied, these buffers are not copied either.
     pub tapped: Vec<Buffer>,
     /// Whether a kernel may begin before the previous one has ended, to prefetch its weights. Has no effect
     /// on devices before compute capability 9.0.
@@ -128,7 +128,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns a plan of one layer group without a mask, which returns nothing to the host.
+    /// Returns a plan of one layer group without a mask. The plan returns nothing to the host.
     pub fn new(
         element: Element,
         tokens: usize,
@@ -318,7 +318,7 @@ pub struct Blend {
     pub out: Buffer,
 }
 
-/// An activation function. The kernels use the same numbers.
+/// An activation function. The kernels identify the functions by the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Gate {

@@ -89,7 +89,7 @@ impl PlaceWork {
     }
 }
 
-/// Returns the number of a norm's kind in the kernel.
+/// Returns the number by which the kernel identifies the kind of a norm.
 fn kind_of(norm: Option<crate::Norm>) -> i32 {
     norm.map_or(0, |norm| if norm.wide { 2 } else { 1 })
 }

@@ -20,7 +20,7 @@ use crate::step::plan::{
 use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
 use crate::step::source::Source;
 
-/// The offset of the logits in the outputs, in bytes. They follow the argmax ids.
+/// The offset of the logits in the outputs, in bytes. The logits follow the argmax ids.
 pub(crate) const LOGITS_AT: usize = 256;
 /// The alignment of buffers, in bytes.
 pub(crate) const BUFFER_ALIGNMENT: usize = 256;
@@ -159,7 +159,7 @@ impl RowKernels {
 }
 
 /// The layout of the memory that the host writes before a step, and of the memory that it reads after the
-/// step. Each is one block, on the host and on the device.
+/// step. Each of the two is one block, both on the host and on the device.
 #[derive(Debug)]
 pub(crate) struct Layout {
     /// The buffers that the host fills, and their offsets. They follow the [`Step`] of each group.
@@ -531,8 +531,8 @@ fn group_shift(packed: &PackedWeight) -> i32 {
     packed.group.trailing_zeros() as i32
 }
 
-/// Launches a kernel of one argument, which must be `argument`. `block` is the threads of a block and its bytes of
-/// dynamic shared memory.
+/// Launches a kernel of one argument, which must be `argument`. `block` has the number of threads of a block,
+/// and its bytes of dynamic shared memory.
 fn enqueue<T>(
     stream: &Stream,
     kernel: &Kernel,

@@ -44,7 +44,7 @@ struct Answer {
     when: Instant,
 }
 
-/// The result of a waiting text.
+/// The result of reading a waiting text.
 struct ReadCount {
     /// The number of tokens that were read.
     n: usize,
@@ -85,7 +85,7 @@ impl ReadQueue {
         self.waiting.iter().any(|(of, text)| of == group && **text == *tokens)
     }
 
-    /// Records the result of a waiting text.
+    /// Records the result of reading a waiting text.
     fn end(&mut self, group: Group, tokens: Arc<[i64]>, read: Result<ReadCount>) {
         self.waiting.retain(|(of, text)| !(*of == group && *text == tokens));
         match read {

@@ -248,7 +248,7 @@ impl KeptPrefixes {
         }
     }
 
-    /// Returns the bytes of a prefix that no other prefix here shares.
+    /// Returns the bytes of a prefix's rows that no other prefix here shares.
     fn alone(&self, prefix: &Prefix) -> u64 {
         let is_alone = |piece: &&Piece| {
             self.pieces.get(&piece.id()).is_some_and(|(_, prefixes)| *prefixes == 1)

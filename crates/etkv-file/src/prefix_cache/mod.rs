@@ -24,8 +24,8 @@ use crate::{capacity_of, model_of, Labels, PrefixStore};
 /// that differ near the end, in caches of the same capacity and `max_step_tokens`. Each kind accepts the prefixes of
 /// all others; see [`ShareCache::attach`](etkv_core::ShareCache::attach).
 ///
-/// Several threads can use a prefix cache. A clone is a handle of the same prefix cache. The prefixes are dropped
-/// with the last handle, but a cache that is attached to one keeps its rows.
+/// Several threads can use a prefix cache. A clone is a handle of the same prefix cache. The prefixes are dropped with
+/// the last handle, but a cache that is attached to a prefix keeps the prefix's rows.
 #[derive(Debug, Clone)]
 pub struct PrefixCache {
     inner: Arc<Inner>,
@@ -140,7 +140,7 @@ impl PrefixCache {
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MAX_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
-        // The text was read ahead recently: the store has no more of it than memory. Otherwise the store is queried
+        // If the text was read ahead recently, the store has no more of it than memory. Otherwise the store is queried
         // without holding the lock, because `prefetch` would wait for the lock.
         let was_read = self.inner.asked.lock().has(&group, tokens, in_memory);
         let in_store = match was_read {
@@ -168,9 +168,10 @@ impl PrefixCache {
         Ok(n)
     }
 
-    /// Keeps the contents of a cache, whose text is `tokens`. The cache itself continues from them. Returns whether
-    /// memory then has the text. It lacks the text if the text needs more than the allowed bytes, or if the cache was
-    /// converted explicitly. Removes texts that are prefixes of this one, if this one can replace them in every use.
+    /// Keeps the contents of a cache, whose text is `tokens`. The cache itself then continues from the kept prefix.
+    /// Returns whether memory then has the text. It lacks the text if the text needs more than the allowed bytes, or if
+    /// the cache was converted explicitly. Removes texts that are prefixes of this one, if this one can replace them in
+    /// every use.
     ///
     /// The text is also written to the store, if there is one: **the file contains the users' text**. If the store
     /// fails, it is skipped, with a warning in the log.
@@ -256,8 +257,8 @@ impl PrefixCache {
         self.ahead.read(empty, group, fingerprint, tokens, in_memory)
     }
 
-    /// Pins a prefix with a complete text, for caches with the config of `cache`: it stays in memory as long as the
-    /// pin lives.
+    /// Pins a prefix with a complete text, for caches with the config of `cache`: the prefix stays in memory as long as
+    /// the pin lives.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if no prefix has the text.
@@ -312,7 +313,7 @@ impl PrefixCache {
                     self.inner.kept.lock().touch(number);
                     return Ok(n);
                 }
-                // For example, the cells of the prefix are not in order, as a contiguous cache requires.
+                // For example, a contiguous cache requires cells in order, and the cells of this prefix are not.
                 Err(error) if error.status() == Status::InvalidArgument => {
                     debug!(target: TARGET, %error, "a prefix does not fit");
                 }

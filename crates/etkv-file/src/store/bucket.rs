@@ -66,7 +66,8 @@ impl Bucket {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let url = url::Url::parse(address).map_err(|error| wrong(&error))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|error| wrong(&error))?;
-        // The host waits for the result. If loading a text takes longer than this, the model computes it instead.
+        // The host waits for the result. If loading a text takes longer than these retries allow, the model computes
+        // the text instead.
         let retry = RetryConfig {
             max_retries: 3,
             retry_timeout: Duration::from_secs(15),
@@ -373,7 +374,7 @@ mod tests {
         }
     }
 
-    /// An example is a server that handles its own requests.
+    /// For example, the other runtime is that of a server that calls the store while it handles a request.
     #[test]
     fn a_thread_of_another_runtime_may_call() {
         let other = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();

@@ -177,7 +177,8 @@ impl Index {
         self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
     }
 
-    /// Returns a file that can replace a file of this text in every use, including by caches of `capacity`.
+    /// Returns a file that can replace a file of this text in every use. The text of the returned file has at most
+    /// `capacity` tokens, so that a cache of this capacity can load it.
     pub fn covering(
         &self,
         group: &str,

@@ -1,7 +1,7 @@
 //! A folder or a bucket of files with the contents of caches, found by their texts.
 //!
-//! Several processes may use it. A file appears under its name when it is complete, and never changes. Each call
-//! lists the current files.
+//! Several processes may use the same folder or bucket. A file appears under its name when it is complete, and never
+//! changes. Each call lists the current files.
 
 #[cfg(feature = "buckets")]
 mod bucket;
@@ -43,8 +43,8 @@ type Beginning = (Header, Vec<i64>);
 /// a bucket. A cache whose text begins with the same tokens loads them.
 ///
 /// A file contains a whole cache of one sequence. A cache with the same kind, layers, formats and fingerprint of the
-/// model can load it. It is then rewound to the length that both texts have in common. Layers with windows can be
-/// rewound only a little. Their files are used only for texts that differ near the end, in caches of the same
+/// model can load it. The cache is then rewound to the length that both texts have in common. Layers with windows can
+/// be rewound only a little. Their files are used only for texts that differ near the end, in caches of the same
 /// capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {
@@ -378,7 +378,7 @@ impl PrefixStore {
 }
 
 /// Marks the position at which a text diverges from a stored text, unless a loaded cache can be rewound to that
-/// position without a mark. The next text that diverges there can then continue from it.
+/// position without a mark. The next text that diverges there can then continue from that position.
 pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
     if common <= held || cache.config().recurrent_layers.is_empty() {
         return;

@@ -12,7 +12,7 @@ use etkv_core::Reach;
 pub struct Entry<T> {
     /// The name of a file, or the number of a prefix.
     pub what: T,
-    /// The lengths to which its cache can be rewound.
+    /// The lengths to which the cache of the file or prefix can be rewound.
     pub reach: Reach,
     /// The capacity of the cache that read the text.
     pub capacity: usize,
@@ -63,7 +63,7 @@ impl<T> Texts<T> {
         let least = least.max(1);
         let mut best: Vec<(usize, &Entry<T>)> = Vec::new();
         for (n, text, entry) in merged(counted(before, tokens), counted(after, tokens)) {
-            // The following texts do not share more.
+            // The following texts do not share more first tokens.
             let full = best.len() == most && best.last().is_none_or(|(served, _)| *served >= n);
             if n < least || full {
                 break;
@@ -90,7 +90,8 @@ impl<T> Texts<T> {
         neighbours.map(|(text, _)| shared(text, tokens)).max().unwrap_or(0)
     }
 
-    /// Returns an entry that can replace this text in every use, including by caches of `capacity`.
+    /// Returns an entry that can replace this text in every use. The entry's own text has at most `capacity` tokens, so
+    /// that a cache of this capacity can use it.
     pub fn covering(&self, tokens: &[i64], reach: &Reach, capacity: usize) -> Option<&Entry<T>> {
         let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
         self.0
@@ -110,8 +111,8 @@ impl<T> Texts<T> {
         {
             let n = shared(text, tokens);
             bound = if n < text.len() {
-                // This text is not a prefix. A prefix that comes before this text has no more tokens than this text
-                // shares with `tokens`.
+                // `text` is not a prefix of `tokens`: only their first `n` tokens are equal. The prefixes of `tokens`
+                // that come before `text` have at most `n` tokens.
                 Bound::Included(&tokens[..n])
             } else {
                 if covers(reach, &entry.reach, text) && tokens.len() <= entry.capacity {
@@ -153,8 +154,8 @@ fn merged<'a, T: 'a>(
     })
 }
 
-/// Returns the maximum length for which a text of `len` tokens can be used, if it shares `n` tokens with the text at
-/// hand.
+/// Returns the maximum length for which a text of `len` tokens can be used, if it shares its first `n` tokens with the
+/// text that is looked up.
 fn below(reach: &Reach, n: usize, len: usize) -> usize {
     let [n, len] = [n, len].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
     usize::try_from(reach.below(n, len)).unwrap_or_default()

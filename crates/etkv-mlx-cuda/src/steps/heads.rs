@@ -15,7 +15,7 @@ use etkv_mlx_program::passes;
 pub const FEATURES: [i32; 2] = [-1, 2];
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
-/// The axis of a head's elements, likewise.
+/// The axis of a head's elements in `[1, heads, T, head_dim]`, counted from either end.
 const ELEMENTS: [i32; 2] = [-1, 3];
 /// The permutation of axes from `[1, T, heads, head_dim]` to `[1, heads, T, head_dim]`.
 const SWAPPED: [i32; 4] = [0, 2, 1, 3];

@@ -1,18 +1,18 @@
 //! Steps of a few tokens as CUDA graphs.
 //!
 //! On an NVIDIA GPU each MLX operation costs the host 6 to 10 µs, which is more than most operations take on
-//! the device. A [`Recipe`] recognizes decoders. Their steps are captured as CUDA graphs, whose kernels read
-//! weights from MLX's arrays, and read and write keys and values there.
+//! the device. A [`Recipe`] recognizes decoders. Their steps are captured as CUDA graphs. The kernels of a
+//! graph access MLX's arrays in place: they read weights, and they read and write keys and values.
 //!
-//! MLX owns the memory, and MLX and the graph use a cache in turns. A captured step begins when MLX's writes
-//! to the cache's buffers are complete, and the cache is locked until the step ends. MLX moves an array when
-//! the host reads it, and allocates new arrays when a pool grows. So a step compares the current addresses
-//! with those of its graph, and captures the graph again if an address has changed. It asks MLX for the
-//! addresses only if MLX has done other work since the last step, or the last step had another cache.
+//! MLX owns the memory, and MLX and the graph take turns in using a cache. A captured step begins when MLX's
+//! writes to the cache's buffers are complete, and the cache is locked until the step ends. MLX moves an
+//! array when the host reads it, and allocates new arrays when a pool grows. So a step compares the current
+//! addresses with those of its graph, and captures the graph again if an address has changed. It asks MLX for
+//! the addresses only if MLX has done other work since the last step, or if the last step used another cache.
 //!
-//! The interpreter runs everything else: other programs, steps of more tokens, and formats that are neither
-//! the program's float dtype nor packed. Its results differ from those of captured steps only by the order of
-//! sums.
+//! The interpreter runs everything else: other programs, steps of more tokens, and caches whose storage
+//! format is neither the program's float dtype nor packed. The results of the interpreter and of captured
+//! steps differ only by the order in which sums are computed.
 
 mod heads;
 mod packed;
@@ -112,7 +112,7 @@ struct State {
     last: Option<LastStep>,
 }
 
-/// What the next step may use again.
+/// The data of the last step that the next step may reuse.
 struct LastStep {
     /// The [id](MlxStore::id) of the cache's store. A cache's layer groups do not change.
     store: u64,
@@ -230,8 +230,8 @@ impl CapturedSteps {
         if state.has_failed(n, &groups.may_be_masked(false)) {
             return Ok(Err("steps of this many tokens could not be captured"));
         }
-        // Packed codes hide values that are not finite, and in a shared cache other sequences would read
-        // them.
+        // In steps of shared caches and of caches with packed rows, all logits must be finite. Packed codes
+        // hide values that are not finite. In a shared cache, other sequences would read such values.
         let is_watched =
             cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
@@ -276,8 +276,8 @@ impl CapturedSteps {
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
         if is_watched && chosen.iter().any(|&id| id < 0) {
-            // If a key or value is not finite, neither are the logits of its token. The interpreter refuses
-            // such a value, or stores its codes.
+            // If a key or value is not finite, neither are the logits of its token. The interpreter runs the
+            // step instead: it refuses such a value, or stores its codes.
             return declined(step, "logits are not finite");
         }
         let hidden;

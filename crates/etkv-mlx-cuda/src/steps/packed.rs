@@ -2,7 +2,7 @@
 //!
 //! The interpreter has separate operations for packed weights, which the passes do not fuse. This module
 //! replaces them by the operations of unpacked weights in a copy of the program, and then runs the passes
-//! that fuse those. The program that the interpreter runs does not change.
+//! that fuse operations of unpacked weights. The program that the interpreter runs does not change.
 
 use std::collections::HashMap;
 

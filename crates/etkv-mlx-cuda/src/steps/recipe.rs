@@ -121,7 +121,7 @@ pub struct RowInput {
 
 impl Recipe {
     /// Returns the recipe of a program, or what is not supported. Also refuses a program if the interpreter
-    /// takes another output for the logits.
+    /// would treat another output as the logits.
     pub fn with_known_logits(graph: &Graph) -> Result<Self, Unknown> {
         let recipe = Self::of(graph)?;
         match passes::logits_output(graph) {
@@ -257,7 +257,7 @@ struct Reader<'a> {
     taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
-    /// The number of buffers that the host fills. They come first.
+    /// The number of buffers that the host fills. These buffers come first.
     n_given: usize,
     last_row_only: bool,
 }

@@ -27,8 +27,8 @@ impl Groups {
         &self.0.of_layer
     }
 
-    /// Returns whether steps always have a mask for a group. Layers with a window do, even before the window
-    /// slides: otherwise the step would need a second graph once it does.
+    /// Returns whether steps always have a mask for a group. Groups with a window always have one, even
+    /// before the window slides. Otherwise their steps would need a second graph once the window slides.
     fn is_masked(&self, group: usize) -> bool {
         self.0.policies[group] != LayerPolicy::Full
     }

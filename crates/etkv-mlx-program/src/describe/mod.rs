@@ -45,8 +45,9 @@ pub struct ProgramDescription {
     pub passes: Vec<PassDescription>,
     /// The effect of each pass on a GPU, in order; empty if the program is refused.
     pub passes_on_gpu: Vec<PassDescription>,
-    /// `captured` if steps of a few tokens are CUDA graphs, as far as instructions and dtypes show; otherwise
-    /// the reason. Absent if the program is refused, and in builds that capture no steps.
+    /// `captured` if the instructions and dtypes of the program allow steps of a few tokens to run as CUDA
+    /// graphs; otherwise the reason why they do not. Absent if the program is refused, and in builds that
+    /// capture no steps.
     pub steps_on_cuda: Option<String>,
     /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,

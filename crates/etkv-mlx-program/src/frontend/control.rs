@@ -10,8 +10,9 @@ use crate::ops::slots::{SlotValues, Slots};
 /// Decodes the chain with this number.
 type Inner<'a> = dyn FnMut(&mut Slots, usize) -> Result<Chain> + 'a;
 
-/// Decodes a choice between two chains. A tensor is a result if both chains write it, or if one chain overwrites it.
-/// An integer that a chain overwrites is undefined afterwards.
+/// Decodes a choice between two chains. A tensor slot is a result if both chains write it, or if it has a
+/// value already and one chain overwrites it. An integer slot that a chain overwrites is undefined
+/// afterwards.
 pub fn decode_if(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -134,8 +135,9 @@ fn unchanged(before: &SlotValues, after: &[&SlotValues]) -> SlotValues {
     same
 }
 
-/// Refuses a body that overwrites a slot that it also reads, unless the slot is declared as carried: the next run
-/// would read another value. `known` are the declared slots.
+/// Refuses a body that overwrites a slot that it also reads, unless the slot is declared as carried: without
+/// the declaration, the next run of the body would read another value than the first run. `known` are the
+/// declared slots.
 fn refuse_hidden_state(
     before: &SlotValues,
     unchanged: &SlotValues,

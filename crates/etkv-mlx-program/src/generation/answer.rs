@@ -57,7 +57,7 @@ impl Answer {
     }
 }
 
-/// Refuses prompts that cannot be answered at once.
+/// Refuses prompts that cannot be answered together.
 pub fn check_prompts(prompts: &[Prompt]) -> Result<()> {
     if prompts.is_empty() {
         fail!(InvalidArgument, "expected at least one prompt, got none");

@@ -16,12 +16,12 @@ impl Program {
     /// sequences first.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) without tokens, with another number of
-    ///   positions, and for a program without a cache.
+    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) without tokens, if the number of positions
+    ///   differs from the number of tokens, and for a program without a cache.
     /// - [`Unsupported`](etkv::Status::Unsupported) for a program whose inputs are not tokens `[1, T]` and
     ///   positions `[T]`, and for several tokens of a program that returns the last row only.
-    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend) for a failure of
-    ///   MLX or logits that are not finite. The step is rolled back.
+    /// - The errors of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend) for a
+    ///   failure of MLX or logits that are not finite. The step is rolled back.
     pub fn choose(&self, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
         let loaded = &self.0;
         let Some(cache) = &loaded.cache else {

@@ -9,8 +9,9 @@ use etkv::mlx;
 
 /// The tokens that one step chooses.
 pub enum ChosenTokens {
-    /// Ids that a captured step returned. A negative id means that the logits are not finite. They are no arrays:
-    /// work in MLX between captured steps would end the [epoch](mlx::epoch) of the addresses in their graphs.
+    /// Ids that a captured step returned. A negative id means that the logits are not finite. The ids are not
+    /// stored in MLX arrays: work in MLX between captured steps would end the [epoch](mlx::epoch) of the
+    /// addresses in the steps' graphs.
     Host(Vec<i32>),
     Device(DeviceTokens),
 }

@@ -111,7 +111,8 @@ impl Generation {
     /// Runs the next step of the prompts. Returns the number of prompt tokens that have not run yet.
     ///
     /// # Errors
-    /// Those of [`Program::execute`]. Earlier steps stay: the host may call again, or roll the sequence back.
+    /// Those of [`Program::execute`]. Earlier steps stay committed: the host may call again, or roll the
+    /// sequence back.
     pub fn read_prompts(&mut self) -> Result<usize> {
         let reading = |answer: &Answer| answer.done < answer.n_prompt;
         let Some(index) = self.answers.iter().position(reading) else {

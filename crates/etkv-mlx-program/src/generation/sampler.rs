@@ -80,8 +80,8 @@ impl Sampler {
         Ok(logits.put_along_axis(recent, changed, -1)?)
     }
 
-    /// Chooses the first token at which the cumulative weight of the kept tokens exceeds `draws` of the
-    /// total.
+    /// Chooses the first token at which the cumulative weight of the kept tokens exceeds the fraction `draws`
+    /// of the total weight.
     fn drawn(&self, logits: &Array, draws: &Array) -> Result<DeviceTokens> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let vocabulary = logits.dim(-1);

@@ -22,17 +22,18 @@ use etkv::MlxCache;
 /// The lengths of steps that read no prompt: a token of an answer, and candidates to verify.
 const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 
-/// The maximum tokens of a captured chain, for caches of trees: a token of an answer, and candidates. Their number is
-/// the fastest one in a text without repetition.
+/// The maximum tokens of a captured chain, for caches of trees: a token of an answer, and candidates. A text
+/// without repetition decodes fastest with this number of tokens.
 const CHAIN: i32 = 7;
 
-/// Lengths of further captured steps, for caches of trees. A draft that is fed with hidden states reads a prompt in
-/// such steps. Other programs read the end of a prompt in them, and drafts the tokens that were added since their
-/// last candidates. Each length has another plan. Together the lengths use all kernels.
+/// Lengths of further captured steps, for caches of trees. A draft that is fed with hidden states reads a
+/// prompt in such steps. Other programs read the end of a prompt in such steps. Drafts also read the tokens
+/// that were added since their last candidates in such steps. Each length has a different plan. Together the
+/// lengths use all kernels.
 const READ: [i32; 3] = [16, 32, 64];
 
-/// The maximum candidates of a captured tree. Candidates of one level do not see each other. For a few numbers of
-/// tokens this needs another kernel.
+/// The maximum candidates of a captured tree. Candidates of one level do not see each other. For some numbers
+/// of tokens, their attention needs another kernel.
 const TREE: i32 = 9;
 
 /// The maximum tokens of a step of the warm-up.
@@ -163,10 +164,10 @@ impl Program {
         Ok(ran)
     }
 
-    /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN), steps
-    /// that [read text](READ), and [trees](TREE). Captures a token of a second sequence as well. The keys of that
-    /// sequence come after those of the first. Its attention needs another kernel. Steps of several sequences and of
-    /// trees use that kernel.
+    /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN),
+    /// steps that [read text](READ), and [trees](TREE). Also captures a step of one token of a second
+    /// sequence. The keys of that sequence come after those of the first, so its attention needs another
+    /// kernel. Steps of several sequences and steps of trees use that kernel, too.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         if self.0.executor.is_none() {
             return Ok(());
@@ -198,8 +199,8 @@ impl Program {
         captured
     }
 
-    /// Captures a step of a sequence that begins at position 0, if possible. It captures graphs for hosts that read
-    /// logits, of text or of candidates, and for tokens that the device chooses.
+    /// Captures a step of a sequence that begins at position 0, if possible. Captures a graph for each result
+    /// that a host may request: all logits, the logits of the last token, or tokens that the device chooses.
     fn capture_step(
         &self,
         mlx: &mut Mlx,
@@ -273,7 +274,7 @@ impl Program {
             cells.begin_step(&step.sequences)?;
         }
         let began = Instant::now();
-        // As in real steps, a few tokens may be candidates. These need all logits.
+        // As in real steps, a few tokens may be candidates. Candidates need all logits.
         let one_row = tokens.len() > FEW[FEW.len() - 1] as usize;
         let ran: Result<_> = loaded.stream.run(mlx, || {
             let tokens = Tokens::Host(&tokens);

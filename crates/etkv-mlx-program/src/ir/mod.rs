@@ -43,8 +43,8 @@ pub enum Int {
 pub enum Out {
     /// A tensor.
     Tensor(Value),
-    /// Several tensors: this value and the following ones. The integer is the number of tensors. They are never
-    /// outputs of a chain.
+    /// Several tensors: this value and the following ones. The integer is the number of tensors. Such results
+    /// are never outputs of a chain.
     Tensors(Value, u32),
     /// An integer.
     Int(IntValue),

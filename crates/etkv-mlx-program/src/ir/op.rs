@@ -106,8 +106,9 @@ pub struct Norm {
     pub weight: Option<Value>,
     /// The number to add to the mean square.
     pub eps: f32,
-    /// Whether the norm is computed in float32 and rounded once, to the dtype of its input if nothing else is stated.
-    /// Otherwise it is computed as an `RmsNorm`, in the common dtype of its input and its weight.
+    /// Whether the norm is computed in float32 and rounded once. It is rounded to the dtype of its input,
+    /// unless another dtype is stated. If this field is false, the norm is computed as an `RmsNorm`, in the
+    /// common dtype of its input and its weight.
     pub in_float32: bool,
 }
 
@@ -357,8 +358,8 @@ pub enum Op {
         tensors: SmallVec<[Value; 4]>,
         ints: Vec<Int>,
     },
-    /// One of two chains, which have the same number of outputs, all tensors. The results are those of the
-    /// chain that runs.
+    /// Runs one of two chains. Both have the same number of outputs, and all outputs are tensors. The results
+    /// are those of the chain that runs.
     If {
         cond: Int,
         then: Box<Chain>,
@@ -367,7 +368,7 @@ pub enum Op {
     /// A chain that runs for each element of an axis. The results are the outputs of the chain, each stacked along
     /// that axis, followed by the carried values after the last element.
     Scan(Box<Scan>),
-    /// A Metal kernel, identified by its computation. There is one result for each shape.
+    /// A Metal kernel, identified by what it computes. It has one result for each of `shapes`.
     MetalKernel {
         kernel: MetalKernel,
         inputs: Vec<Value>,

@@ -45,9 +45,10 @@ pub enum RecurrentFunction {
     FusedScan {
         /// The factor of the outputs.
         scale: f32,
-        /// q, k and v, each of one of the tensors.
+        /// The vectors of q, k and v. Each of the three comes from one of the first three tensors, in this
+        /// order.
         rows: [ScanRows; 3],
-        /// g and maybe beta, of the tensors that follow.
+        /// The numbers of g and maybe of beta. They are computed from the tensors that follow.
         numbers: Vec<ScanNumbers>,
     },
 }

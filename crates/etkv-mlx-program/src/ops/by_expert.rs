@@ -1,7 +1,7 @@
-//! Products with selected weights: one product for each selected weight, with all of its rows.
+//! Products with selected weights. All rows that select the same weight are multiplied by it in one product.
 //!
-//! On a CPU, MLX would multiply row by row on one thread, and would convert floats to float32. On CUDA, see
-//! [`many_rows`](super::many_rows).
+//! On a CPU, MLX would multiply row by row on one thread, and would convert floats to float32.
+//! [`many_rows`](super::many_rows) has the reason on CUDA.
 
 use mlx_rs::ops::{broadcast_to, concatenate};
 use mlx_rs::Array;

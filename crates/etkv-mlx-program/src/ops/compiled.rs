@@ -1,9 +1,9 @@
 //! Computes element-wise expressions, each with one kernel launch on a GPU.
 //!
-//! On CUDA, etkv's own kernel computes an expression. MLX's `compile` would compile some thirty kernels for each,
-//! which takes seconds on a machine that has not run the expression before. On Metal, MLX's `compile` is used: it
-//! traces a function once for the dtypes and ranks of its arguments. A later call compares these and adds one node to
-//! the graph.
+//! On CUDA, etkv's own kernel computes an expression. MLX's `compile` would compile some thirty kernels for
+//! each expression. This takes seconds on a machine that has not run the expression before. On Metal, MLX's
+//! `compile` is used: it traces a function once for the dtypes and ranks of its arguments. A later call
+//! compares these and adds one node to the graph.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -24,8 +24,8 @@ use crate::TARGET;
 use etkv::kernels::{can_run, ElementwiseKernel};
 use etkv::mlx::{self, arrays, cast, check, Arrays};
 
-/// The maximum number of expressions that a process compiles, and of different input types for each. A program has a
-/// few.
+/// The maximum number of expressions that a process compiles, and the maximum number of input types for each
+/// of them. A program has a few of both.
 const MAX_COMPILED: usize = 256;
 const MAX_TYPES: usize = 8;
 
@@ -74,12 +74,13 @@ fn by_kernel(expression: &Expression, inputs: &[&Array]) -> Result<Option<Array>
             None => Ok(None),
         };
     }
-    // On a host's own stream kernels cannot run, but they may later.
+    // Kernels cannot run while a host uses its own stream. They may be able to run in a later call.
     if kernels.len() >= MAX_TYPES || !can_run()? {
         return Ok(None);
     }
     let compiled = match cuda_text::text(expression, &types) {
-        // The first launch computes at once, before the result of the instruction is checked.
+        // The first launch of a kernel computes immediately, before the size of the instruction's result is
+        // checked. So the size is checked here.
         Some(text) if check_size(&shape, text.dtype).is_err() => return Ok(None),
         Some(text) => ElementwiseKernel::new(&text.body, inputs, &shape, text.dtype)
             .unwrap_or_else(|error| {
@@ -160,7 +161,8 @@ impl Compiled {
             let traced =
                 mlx_sys::mlx_closure_new_func_payload(Some(trace), expression.cast(), None);
             let mut compiled = mlx_sys::mlx_closure_new();
-            // The function is compiled for any shape, so that a prompt is not compiled again.
+            // The function is compiled for any shape, so that prompts of other lengths need no further
+            // compilation.
             let status = check(mlx_sys::mlx_compile(&mut compiled, traced, true));
             mlx_sys::mlx_closure_free(traced);
             status.map(|()| Self(compiled))

@@ -317,7 +317,8 @@ impl Output {
     pub fn give(&self, mlx: &mut Mlx, index: usize, host: &mut dyn Host) -> Result<()> {
         match self {
             Self::Tensor(array) => {
-                // The lock of MLX is not held: the host may log a refusal, and wait for other threads.
+                // The lock of MLX is released during this call, because the host may log a refusal and wait
+                // for other threads.
                 let (shape, n_bytes) = (array.shape(), array.nbytes());
                 let memory = mlx.outside(|| host.place(index, shape, n_bytes))?;
                 mlx.copy_to(array, memory)

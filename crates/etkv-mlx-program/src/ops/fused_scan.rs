@@ -33,7 +33,8 @@ pub struct FusedScan<'a> {
 }
 
 impl FusedScan<'_> {
-    /// Computes the recurrence with one kernel, or else the operands one by one.
+    /// Computes the recurrence and its operands with one kernel if possible. Otherwise computes the operands
+    /// one by one before the recurrence.
     pub fn run(&self, spec: &RecurrentSpec) -> Result<(Array, RecurrentRows)> {
         let RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, .. } = self.config else {
             fail!(Internal, "cannot scan with the sizes of a convolution");
@@ -53,7 +54,7 @@ impl FusedScan<'_> {
                 let operations =
                     expression.nodes.iter().filter(|node| !matches!(node, Node::Input(_)));
                 let made = match operations.count() {
-                    // An operation of MLX's, which needs no other kernel.
+                    // A single operation is one of MLX's, and needs no kernel of its own.
                     0..=1 => compiled::separately(expression, of),
                     _ => compiled::run(self.on_gpu, expression, of),
                 };
@@ -165,7 +166,7 @@ fn heads_of(rows: ScanRows, x: &Array, (heads, dim): (i32, i32)) -> Result<Array
     }
 }
 
-/// The maximum number of expressions, and of different input types for each.
+/// The maximum number of expressions, and the maximum number of input types for each of them.
 const MAX_FUNCTIONS: usize = 256;
 const MAX_TYPES: usize = 8;
 

@@ -39,7 +39,7 @@ pub fn run_addmm(
     product(mat1, mat2, frame.optional(bias)?, alpha, beta)
 }
 
-/// Returns the product of `x` and `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
+/// Returns the product of `x` and `weight`. The weight is `[in, out]` if `transposed`, else `[out, in]`.
 pub fn product_of<'f>(
     frame: &'f Frame,
     [x, weight]: [Value; 2],
@@ -135,7 +135,8 @@ pub fn linear(linear: &Product) -> Result<Array> {
     let axis = usize::from(transposed);
     let outputs = weight.shape().get(axis).copied().unwrap_or_default();
     let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
-    // A BLAS multiplies float32, and uses several threads itself.
+    // Float32 products are not divided among threads here, because the BLAS that computes them uses several
+    // threads itself.
     if x.dtype() != Dtype::Float32 && cuts {
         let shared = mlx::shared(outputs, x.size() as i64, |range| {
             let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
@@ -165,9 +166,9 @@ fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> R
     }
 }
 
-/// If there are more rows than the [kernel](kernels::few_rows) supports, they are padded to half of this number or to
-/// a multiple of it. cuBLAS needs 3 ms for each weight and each new number of rows to choose an algorithm, so few
-/// numbers should occur.
+/// If there are more rows than the [kernel](kernels::few_rows) supports, they are padded to half of this
+/// number or to a multiple of it. cuBLAS needs 3 ms for each weight and each new number of rows to choose an
+/// algorithm, so products should have only a few different numbers of rows.
 pub const ROWS_THAT_RECUR: i32 = 64;
 
 /// Returns the number of rows to add to `x`, `[1, T, in]`: 0 on a CPU.

@@ -15,7 +15,7 @@ use crate::error::{fail, Result};
 use etkv::kernels::Product;
 use etkv::mlx::{self, cast, slice_axis};
 
-/// The maximum number of rows for which MLX uses the other kernel.
+/// The maximum number of rows for which MLX uses another kernel than `qmm_sm80`.
 const FEW: i32 = 7;
 
 /// The maximum number of weights that are unpacked together: 256 MiB in float32.
@@ -25,8 +25,8 @@ const MAX_UNPACKED: i32 = 1 << 26;
 /// many bytes as four products with packed weights.
 const ROWS_TO_UNPACK: i32 = 4;
 
-/// Returns whether MLX's product of `x` with packed weights may be wrong. It has `rows` rows in all. Other numbers of
-/// bits and sizes use other kernels, which are not tested here.
+/// Returns whether MLX's product of `x` with packed weights may be wrong. `x` has `rows` rows in all. Weights
+/// with other bits or sizes use other kernels, which this function does not distinguish.
 fn may_be_wrong(x: &Array, weights: &Weights, rows: usize) -> Result<bool> {
     let is_half = matches!(weights.product_dtype(x), Dtype::Float16 | Dtype::Bfloat16);
     // MLX reports weights of other shapes.
@@ -51,7 +51,8 @@ pub fn product(x: &Array, weights: &Weights, transpose: bool) -> Result<Array> {
     if !transpose || !may_be_wrong(x, weights, rows * matrices.max(1) as usize)? {
         return weights.product(x, transpose);
     }
-    // With two products of few rows, a large weight takes a fraction of the time of unpacking it.
+    // For a large weight, two products of few rows take a fraction of the time that unpacking the weight
+    // takes.
     match weights.leading().is_empty() && rows <= 2 * FEW as usize {
         true => rows_in_parts(x, weights),
         false => unpacked_product(x, weights),
@@ -110,8 +111,9 @@ fn with_outputs(made: &Array, x: &Array, outputs: i32) -> Result<Array> {
     Ok(made.reshape(&shape)?)
 }
 
-/// Returns products of matrices of `x`, `[.., m, in]`, with rows of packed weights, which indices select as in
-/// [`Weights::gathered`]. Returns `None` if MLX's product is right. The indices must be in range.
+/// Returns products of matrices of `x`, `[.., m, in]`, with rows of packed weights. Indices select the
+/// matrices and the weights, as in [`Weights::gathered`]. Returns `None` if MLX's product is right. The
+/// indices must be in range.
 pub fn gathered(
     x: &Array,
     weights: &Weights,
@@ -223,9 +225,9 @@ mod tests {
         Ok(Weights::new([&parts[0], &parts[1]], parts.get(2), packing))
     }
 
-    /// Checks the products of `x` with weights. The expected ones are computed in the same evaluation, so that a GPU is
-    /// busy with them. MLX's kernel is wrong only then, and wrong rows are off by a quarter or more. On a CPU, MLX sums
-    /// products in half precision in that precision.
+    /// Checks the products of `x` with weights. The expected products are computed in the same evaluation, so
+    /// that a GPU is busy with them. MLX's kernel is wrong only on a busy GPU, and wrong rows are off by a
+    /// quarter or more. On a CPU, MLX adds products of half precision in half precision.
     fn assert_right(made: &Array, x: &Array, unpacked: &Array) -> Result<()> {
         let wide = |array| cast(array, Dtype::Float32);
         let expected = matmul(wide(x)?, unpacked.swap_axes(-1, -2)?)?;
@@ -315,7 +317,7 @@ mod tests {
                     let expected = weights.gathered(&x, indices, true, false)?;
                     assert_eq!(expected.shape(), [leading, &[m, 32]].concat());
                     let made = selected(&x, &weights, indices, leading)?;
-                    // Kernels of a GPU sum in other orders.
+                    // GPU kernels compute sums in another order.
                     let error = error(&made, &expected)?;
                     assert!(error < 1e-5, "{indices:?}, {m} rows: off by {error}");
                 }

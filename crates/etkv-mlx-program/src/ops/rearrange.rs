@@ -137,9 +137,9 @@ fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
     })
 }
 
-/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly. On a CPU, MLX computes several
-/// results at once: their number is the smallest stride of a reduced axis. So that many elements must be contiguous
-/// in the last axes, and none of these axes may be reduced.
+/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly. On a CPU, MLX computes
+/// several results at once: their number is the smallest stride of a reduced axis. Therefore exactly this
+/// number of elements must be contiguous in the last axes, and none of these axes may be reduced.
 fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     let rank = shape.len() as i32;
     let is_reduced = |axis: i32| {

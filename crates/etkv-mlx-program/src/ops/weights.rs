@@ -29,9 +29,9 @@ pub fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
     array.map_or_else(none, Array::as_ptr)
 }
 
-/// Returns rows in a layout that MLX's products accept. If the axis of a single row is new, its strides are also
-/// those of a column, and MLX treats the row as a column. A kernel for NVIDIA GPUs then reads 16 bytes at an
-/// unaligned address.
+/// Returns rows in a layout that MLX's products accept. If the axis of a single row was added by a view, the
+/// row also has the strides of a column, and MLX treats it as a column. A kernel for NVIDIA GPUs then reads
+/// 16 bytes at an unaligned address.
 pub fn as_rows(rows: Array) -> Result<Array> {
     match *rows.shape() {
         [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
@@ -53,7 +53,7 @@ impl Weights {
         Self { w: w.clone(), scales: scales.clone(), biases: biases.cloned(), packing }
     }
 
-    /// Whether all parts are matrices, or stacks of as many axes.
+    /// Whether all parts are matrices, or stacks with the same number of axes.
     pub fn are_matrices(&self) -> bool {
         let axes = self.w.ndim();
         let parts = [Some(&self.scales), self.biases.as_ref()];
@@ -148,7 +148,7 @@ impl Weights {
         let Some(shape) = weights.unpacked_shape(dtype) else {
             return Ok(None);
         };
-        // The first launch of a kernel is not lazy, so the size of its result is checked before.
+        // The first launch of a kernel is not lazy, so the size of its result is checked before the launch.
         check_size(&shape, dtype)?;
         unpack(&weights, dtype)
     }
@@ -158,7 +158,7 @@ impl Weights {
         self.scales.shape().last() == Some(&1)
     }
 
-    /// Returns the dtype of products with `x`: that of `x`, unless scales have another one.
+    /// Returns the dtype of products with `x`: that of `x`, unless the scales have another dtype.
     pub fn product_dtype(&self, x: &Array) -> Dtype {
         match self.packing.mode {
             PackingMode::Affine if self.scales.dtype() != x.dtype() => Dtype::Float32,

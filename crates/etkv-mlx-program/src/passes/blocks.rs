@@ -35,8 +35,8 @@ pub fn join(graph: &mut Graph) {
     graph.main.instructions = instructions.into_iter().flatten().collect();
 }
 
-/// Fuses norms in float32 with the products of the main chain that read them, if a norm has one reader, its rows have the
-/// dtype of its result, and its weight is float32. `dtypes` are those that are certain.
+/// Fuses norms in float32 with the products of the main chain that read them, if a norm has one reader, its
+/// rows have the dtype of its result, and its weight is float32. `dtypes` has the dtypes that are certain.
 pub fn join_norms(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     for index in 0..graph.main.instructions.len() {

@@ -18,8 +18,8 @@ const MAX_DEPTH: usize = 10;
 /// The number of nodes from which on an expression gets no further operations.
 const MAX_NODES: usize = 64;
 
-/// Replaces element-wise operations of the main chain by expressions. An operand is fused too if nothing else reads
-/// it. `dtypes` are those that are certain; operations of integers stay.
+/// Replaces element-wise operations of the main chain by expressions. An operand is fused too if nothing else
+/// reads it. `dtypes` has the dtypes that are certain. Operations on integers stay.
 pub fn fuse(graph: &mut Graph, dtypes: &HashMap<Value, Dtype>) {
     let (readers, makers) = (only_readers(graph), makers(graph));
     let mut instructions: Vec<Option<Instruction>> =

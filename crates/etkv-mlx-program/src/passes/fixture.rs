@@ -10,7 +10,7 @@ use crate::ir::{
 /// The number of tokens.
 pub const COUNT: IntValue = IntValue(0);
 
-/// [`COUNT`] as a size of [`shape`].
+/// The number that stands for [`COUNT`] in the sizes of a [`shape`].
 pub const T: i64 = i64::MIN;
 
 /// Returns a program of these instructions. Its output is the last result.

@@ -38,7 +38,7 @@ struct Heads {
     sizes: Vec<i32>,
     /// The views of the pieces.
     views: Vec<usize>,
-    /// The embeddings of the first pieces, if at least two have the same angles; otherwise empty.
+    /// The rotary embeddings of the first pieces, if at least two have the same angles; otherwise empty.
     rotary: Vec<usize>,
 }
 
@@ -78,7 +78,8 @@ impl Heads {
     }
 }
 
-/// Returns the embeddings of the first views that rotate by the same angles, if there are at least two.
+/// Returns the rotary embeddings of the first views that rotate by the same angles, if there are at least
+/// two.
 fn rotated_together(readers: &Readers, views: &[usize]) -> Vec<usize> {
     let embedding = |view: usize| {
         let Out::Tensor(value) = readers.graph.main.instructions[view].out else { return None };

@@ -171,7 +171,8 @@ impl<'a> Finder<'a> {
                         (biases_at_load, factor) = (*biases, alone.then_some(*number));
                         factor?;
                     }
-                    // A product without biases is refused when it runs. Scales with other biases are not joined.
+                    // A product without biases is not joined: it is refused when it runs. A product whose
+                    // biases are computed from other scales is not joined either.
                     Some(_) | None => constants.push((*biases)?),
                 }
                 (*x, Some(*packing), constants)

@@ -127,8 +127,8 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
     products
 }
 
-/// Returns the values that can be narrowed to the last row. Walks backwards from `logits` and from slices: a value
-/// can be narrowed if all its readers are.
+/// Returns the values that can be narrowed to the last row. Walks backwards from `logits` and from slices: a
+/// value can be narrowed if all its readers are narrowed.
 fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
     let readers = readers(graph);
     let mut n_outputs = HashMap::<Value, usize>::new();

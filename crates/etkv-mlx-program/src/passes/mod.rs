@@ -126,7 +126,8 @@ pub fn join_layers(graph: &mut Graph) {
 pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
     let before = graph.main.instructions.len();
     norms::fuse(graph, constants);
-    // The passes below change no value's dtype. Of their instructions, the dtypes would be unknown.
+    // The dtypes are computed here, because the passes below create instructions whose dtypes are unknown.
+    // These passes do not change the dtype of any value.
     let dtypes = dtypes::with_constants(graph, constants);
     blocks::join_norms(graph, &dtypes);
     elementwise::fuse(graph, &dtypes);

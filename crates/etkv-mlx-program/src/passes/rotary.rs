@@ -76,7 +76,8 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the embedding, if the instruction is the sum of a product with cosines and a product with sines.
+    /// Returns the rotary embedding, if the instruction is the sum of a product with cosines and a product
+    /// with sines.
     fn rotary(&self, sum: &Op) -> Option<RotaryMatch> {
         let Op::Binary { function: Binary::Add, a, b } = *sum else {
             return None;

@@ -218,7 +218,8 @@ impl Rows {
                 [0, 2, 1] => self.columns.contains(x).then_some(3),
                 _ => None,
             },
-            // This holds even if the operand is not computed row by row, as in a mixture of experts.
+            // A result of shape `[1, T, ...]` has rows even if the operand is not computed row by row, as in
+            // a mixture of experts.
             Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }

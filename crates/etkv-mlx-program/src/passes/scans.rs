@@ -18,8 +18,8 @@ use crate::ir::{
 };
 use crate::ops::cuda_text::{supports_binary, supports_unary};
 
-/// Fuses the recurrences of the main chain that have one decay per head. `constants` are the loaded constants, and
-/// `dtypes` those that are certain.
+/// Fuses the recurrences of the main chain that have one decay per head. `constants` are the loaded
+/// constants, and `dtypes` has the dtypes that are certain.
 pub fn fuse(graph: &mut Graph, constants: &[Option<Array>], dtypes: &HashMap<Value, Dtype>) {
     let finder = Finder {
         graph,
@@ -180,7 +180,7 @@ impl Finder<'_> {
         maker(self.graph, &self.makers, value)
     }
 
-    /// Returns the number of a float32 constant of one element.
+    /// Returns the value of a float32 constant of one element.
     fn number(&self, value: Value) -> Option<f32> {
         let constant = self.constants.get(value.0 as usize)?.as_ref()?;
         let is_number = constant.size() == 1 && constant.dtype() == Dtype::Float32;

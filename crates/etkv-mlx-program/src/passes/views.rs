@@ -1,7 +1,7 @@
 //! Merges chains of views (reshapes, transpositions and slices), and removes views that change nothing.
 //!
-//! A view moves no elements, but MLX creates, schedules and frees a node for each. In a decode step with one token,
-//! heads need no transposition, and one reshape replaces two views.
+//! A view moves no elements, but MLX creates, schedules and frees a node for each view. In a decode step with
+//! one token, heads need no transposition, and one reshape replaces two views.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -139,7 +139,7 @@ struct Piece {
     sizes: RangeInclusive<i32>,
 }
 
-/// Merges slices that split an axis into pieces into one instruction.
+/// Replaces slices that split an axis into pieces by one instruction.
 fn split(graph: &mut Graph) {
     let mut found = BTreeMap::<(Value, i32), Vec<Piece>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {

@@ -70,7 +70,7 @@ impl Buffers {
         Ok(found)
     }
 
-    /// Stores the buffers that a call returns, and returns them. They may not be computed yet.
+    /// Stores the buffers that a call returns, and returns them. Their computation may still run.
     pub fn keep(&self, made: SmallVec<[Output; 4]>) -> Result<Vec<Array>> {
         let mut kept = Vec::with_capacity(made.len());
         for (buffer, output) in self.list.iter().zip(&made) {

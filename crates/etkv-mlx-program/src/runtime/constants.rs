@@ -39,8 +39,8 @@ pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value,
 /// are not in memory twice. Only the parts of a joined constant are in memory twice while they are joined.
 ///
 /// # Errors
-/// [`Program`](etkv::Status::Program) if the data are missing or their size differs from the program's;
-/// [`Backend`](etkv::Status::Backend).
+/// [`Program`](etkv::Status::Program) if the data are missing, or if their size differs from the size that
+/// the program states; [`Backend`](etkv::Status::Backend).
 pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource) -> Result<Array> {
     let mut stored = stored(constant, source)?;
     if !constant.joined.is_empty() {

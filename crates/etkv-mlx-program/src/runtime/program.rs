@@ -1,4 +1,4 @@
-//! A loaded program. It is loaded once, and run once a step.
+//! A loaded program. It is loaded once, and run once for each step.
 
 mod bound;
 mod fast_step;

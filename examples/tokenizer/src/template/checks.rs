@@ -229,7 +229,7 @@ fn joined(parts: &Value, separator: u64, budget: &Budget) -> Result<(), Error> {
     budget.take_text(bytes.saturating_add(items(parts).saturating_mul(separator)))
 }
 
-/// The filter `indent`, which makes each line longer by its argument.
+/// The filter `indent`. Its argument is the number of characters that it adds to each line.
 fn indentation(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let value = text::printed(value, budget)?;
     let lines = 1 + value.matches('\n').count() as u64;

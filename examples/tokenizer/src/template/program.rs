@@ -5,7 +5,7 @@
 //!
 //! | instruction | change | reason |
 //! | --- | --- | --- |
-//! | `a % b`, `a ~ b`, `y[a:b:c]` | replaced by a call | minijinja's `%` does not format text, it prints as Rust does, and its negative steps end elsewhere |
+//! | `a % b`, `a ~ b`, `y[a:b:c]` | replaced by a call | minijinja's `%` does not format text, its `~` prints values as Rust does, and its slices with negative steps end elsewhere |
 //! | `for x in y` | a call before it | minijinja iterates over None, and does not know the length of a text |
 //! | text of the template | written as a value | all output is counted in one place |
 //! | other operators, filters, methods, calls | a call before it | its operands are checked |
@@ -130,8 +130,8 @@ fn each<'b, 'a>(all: &'b Instructions<'a>) -> impl Iterator<Item = &'b Instructi
 
 fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instructions<'b>, Error> {
     let mut made = Instructions::new(all.name(), all.source());
-    // The new index of each instruction. If checks precede the instruction, it is the index of the checks, so that
-    // jumps lead to them.
+    // The new index of each instruction. If checks precede the instruction, the new index is that of the checks, so
+    // that jumps lead to the checks.
     let mut places = Vec::new();
     let mut length = 0;
     for (n, instruction) in each(all).enumerate() {

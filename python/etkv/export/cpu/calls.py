@@ -28,7 +28,7 @@ in order, to inputs of the delegate, with null for None: x, weight, bias and pos
 positions. A tensor that is two arguments is one input.
 
 ``etkv::routed_experts`` computes the experts that a router chose, and needs no cache. Its weights are inputs of the
-delegate in the program's file. ExecuTorch maps them, and nothing copies them::
+delegate in the program's file. ExecuTorch maps the weights into memory, and nothing copies them::
 
     {"op": "routed_experts", "n_experts": 128, "hidden": 2048, "intermediate": 768, "weights": "int4",
      "group_size": 32, "activation": "silu", "gated": true, "alpha": 1.0,
@@ -134,7 +134,7 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
 def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     """Tag each call in the graph of ``program`` separately. Return the payload of each tag.
 
-    ``logits`` is that of the request: which rows of logits a step returns.
+    ``logits`` is the field of the request that selects the rows of logits of a step.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     calls = [(op, node) for node in nodes if (op := _op(node)) is not None]

@@ -93,8 +93,8 @@ def pack(
 ) -> None:
     """Pack the weights of experts of ``model`` that are not packed yet, and let the op compute the experts.
 
-    ``name`` is the quantization. Without a quantization, weights are stored in bfloat16 if their values are exact
-    there, else in float32. ``empty`` allocates tensors.
+    ``name`` is the quantization. Without a quantization, weights are stored in bfloat16 if bfloat16 represents their
+    values exactly, else in float32. ``empty`` allocates tensors.
 
     Raises :class:`ValueError` for experts that the op cannot compute.
     """
@@ -171,7 +171,7 @@ def _quantized(
     tiles = packed.unflatten(0, (n_experts, -1))
 
     def fill(part: slice) -> None:
-        # One expert at a time: all of them in float32 would be several times the packed weights.
+        # One expert at a time: all experts in float32 would need several times the memory of the packed weights.
         for expert in range(part.start, part.stop):
             matrix = weights[expert].detach().float()
             if split is not None:

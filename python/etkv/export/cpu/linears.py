@@ -63,7 +63,7 @@ class Packer:
 
     ``group_size`` elements of a row share a scale; ``None`` is the largest group that divides a row, see
     :func:`largest_group`. Integers of a file keep their groups, unless the group size ``is_fixed``. With a fixed
-    size, integers are kept if it divides their own group size.
+    size, integers are kept if the fixed size divides their own group size.
     """
 
     def __init__(self, name: str, group_size: int | None, scratch: Scratch, is_fixed: bool = False) -> None:

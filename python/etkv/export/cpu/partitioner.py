@@ -56,7 +56,7 @@ ExecuTorch without this option runs all passes.
 class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's classes have no types.
     """Tags every node that etkv or XNNPACK runs. The nodes with one tag become one delegate.
 
-    ``logits`` is that of the request: which rows of logits a step returns.
+    ``logits`` is the field of the request that selects the rows of logits of a step.
     """
 
     def __init__(self, logits: str) -> None:

@@ -206,7 +206,7 @@ def reader(
 ) -> Reader:
     """Return the reader of an architecture, from a function that returns the family of its :class:`Decoder`.
 
-    ``usual_head_dim`` and ``usual_scale`` call the methods of these names before.
+    If ``usual_head_dim`` or ``usual_scale`` is set, the reader first calls the method of that name.
     """
 
     def checked(keys: Keys) -> Family:

@@ -54,7 +54,7 @@ def _sparsity(keys: Keys, n_layers: int) -> list[float]:
 
 
 def _per_layer(keys: Keys) -> Settings:
-    """Return the sizes of the embeddings of single layers."""
+    """Return the sizes of the per-layer embeddings."""
     settings: Settings = {"hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0)}
     of_tokens = keys.file.tensors.get("per_layer_token_embd.weight")
     if of_tokens is not None:

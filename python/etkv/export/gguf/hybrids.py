@@ -84,7 +84,7 @@ def _granite_hybrid(decoder: Decoder) -> Family:
 
 def _nemotron_h(decoder: Decoder) -> Family:
     keys, sizes, kinds = decoder.keys, _mamba_sizes(decoder.keys), _nemotron_kinds(decoder)
-    # Attention layers do not rotate. The key is then false, as in Granite's files.
+    # Attention layers do not rotate queries and keys. The key is then false, as in Granite's files.
     unrotated = {"scaling.finetuned": False, "dimension_count": decoder.head_dim, "freq_base": 10000.0}
     for name, value in unrotated.items():
         keys.only(f"rope.{name}", value, reason="but this architecture has no rotary embedding")

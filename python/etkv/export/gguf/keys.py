@@ -130,7 +130,7 @@ class Keys:
         return self.key(name) in self._read
 
     def only(self, name: str, *allowed: float | bool | str, reason: str) -> None:
-        """Read a key that must be absent or have one of the values ``allowed``, the only supported ones.
+        """Read a key that must be absent or have one of the values ``allowed``. Other values are not supported.
 
         Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with ``reason`` for other values.
         """

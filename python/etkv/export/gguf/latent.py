@@ -7,7 +7,7 @@ from etkv.export.gguf.decoder import Reader, Settings, embedding, grouped_expert
 from etkv.export.gguf.keys import Keys
 
 _LITE_VOCABULARY = 154880
-"""The vocabulary of GLM-4.7-Flash, whose first files lack the function of the router."""
+"""The size of the vocabulary of GLM-4.7-Flash. The first files of this model lack the function of the router."""
 
 
 def _deepseek2(keys: Keys) -> tuple[str, Settings]:

@@ -1,7 +1,7 @@
 """NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements.
 
 Such a float is half of an integer from -12 to 12. So a program with integers of 8 bits can have these weights exactly.
-CPU programs store floats of MXFP4 in 4 bits, and so do experts on MLX in `4w`.
+CPU programs store floats of MXFP4 in 4 bits. MLX programs in `4w` do so for experts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def floats(codes: torch.Tensor, scales: torch.Tensor) -> Groups:
 def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | None, *, divides: bool) -> Weight:
     """Return the weight of ``packed`` bytes [rows, columns / 2].
 
-    ``scale`` has an 8-bit float for each 16 elements. ``whole`` is a factor for all scales, or a divisor if it
-    ``divides``. Without ``whole``, scales are powers of two for each 32 elements.
+    ``scale`` has an 8-bit float for each 16 elements. ``whole`` is a factor for all scales, or a divisor if
+    ``divides`` is set. Without ``whole``, each 32 elements have a power of two as their scale.
     """
     if len(packed.shape) != 2:
         raise settings.refuse(f"tensor {packed.name} is {packed.described()}, expected a matrix")

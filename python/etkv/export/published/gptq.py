@@ -1,7 +1,7 @@
 """The method ``gptq``: integers of 2, 3, 4 and 8 bits.
 
-Matrices are stored transposed, and a word has numbers of one column. In checkpoints of the first format
-(``checkpoint_format`` ``gptq``) stored zero points are smaller by 1. In the second (``gptq_v2``) they are unchanged.
+Matrices are stored transposed, and a word has numbers of one column. Checkpoints of the first format
+(``checkpoint_format`` ``gptq``) store each zero point minus 1. The second format (``gptq_v2``) stores zero points.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Gptq(Format):
     def _check_zeros(self, name: str, zeros: Stored, bits: int, rows: int) -> None:
         """Raise :class:`EtkvError` for a zero point of 0 in the first format, where -1 stands for 0.
 
-        Packages read the -1 as 0 or as the number after the highest. Some packages overwrite the neighbouring zero
-        points with it.
+        Some packages read the -1 as 0, others as the number after the highest code. Some packages overwrite the
+        neighbouring zero points when they write the -1.
         """
         highest = (1 << bits) - 1
         if bool((unpack_words(zeros.read(), bits, rows) == highest).any()):

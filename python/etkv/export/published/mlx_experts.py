@@ -1,6 +1,7 @@
 """Experts of gpt-oss in folders of mlx-lm.
 
-A gate and the product that it gates are separate tensors there. In transformers their rows alternate in one tensor.
+In these folders a gate and the product that it gates are separate tensors. In transformers their rows alternate in one
+tensor.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Settings:
         return EtkvError(f"the weights of {self.path} are quantized ({self.method}): {reason}; {REMEDY}")
 
     def one_of(self, name: str, known: tuple[Any, ...], default: Any) -> Any:
-        """Return the setting ``name``. Raises :class:`EtkvError` unless it is ``known``."""
+        """Return the setting ``name``. Raises :class:`EtkvError` unless it is one of ``known``."""
         value = self.values.get(name, default)
         if not is_one_of(value, known):
             raise self.refuse(f"{name} is {value!r}, but the exporter reads {', '.join(map(repr, known))}")

@@ -372,7 +372,7 @@ fn equals_lists_of_tokens_over_generated_operations() {
     check(1500, generate, |config, ops| replay(config.clone(), ops));
 }
 
-/// The steps of a runner with one sequence, which never needs a mask.
+/// The steps of a runner with one sequence. None of them needs a mask.
 #[test]
 fn one_sequence_is_read_without_a_mask() {
     let mut book = CellsBookkeeping::new(200, []);

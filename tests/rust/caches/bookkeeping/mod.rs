@@ -25,7 +25,8 @@ fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, 
     (writes, book.commit().unwrap())
 }
 
-/// Returns the result. Returns `None` if the call was refused for one of the reasons of the model.
+/// Returns the result, or `None` if the call was refused with one of the expected statuses, `refusals`. Fails the test
+/// otherwise.
 #[track_caller]
 fn agreed<T>(result: Result<T>, refusals: &[Status]) -> Option<T> {
     match result {

@@ -98,7 +98,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
         |cache| cache.trees_mut().unwrap().propose(0, &[-1]),
         |cache| cache.rewind(1),
         |cache| cache.convert(KvFormat::F32, KvFormat::F32),
-        // The next step, and a step that begins after it.
+        // The next step, committed or committed unread, and a step that begins after another one was cancelled.
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit(&[]),
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit_unread(&[]),
         |cache| {

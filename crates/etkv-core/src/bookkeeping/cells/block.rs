@@ -65,7 +65,7 @@ impl<'a> Block<'a> {
             return None;
         }
         let len = cells.len() as i32;
-        // For each start, the number of cells and nodes in fixed order that would stay.
+        // For each start, the number of cells and nodes that would stay, among those whose order is fixed.
         let mut at: BTreeMap<i32, i32> = BTreeMap::new();
         let in_order = if self.ordered { cells } else { &[] };
         let nodes = self.nodes.iter().zip(len..);

@@ -29,7 +29,7 @@ pub struct Checkpoint {
     used: u64,
 }
 
-/// The checkpoints of all sequences, and the positions that the host has marked for more.
+/// The checkpoints of all sequences, and the positions that the host has marked for further checkpoints.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     most: usize,
@@ -131,7 +131,7 @@ impl Checkpoints {
             };
             let before = self.all.iter().filter(same).map(|other| other.position).max();
             let saves = i64::from(kept.position - before.unwrap_or(0));
-            // Integers, so the order is the same on every machine.
+            // Computed with integers, so that the order is the same on every machine.
             saves * 1024 / (self.counter - kept.used + 8) as i64
         };
         (0..self.all.len()).min_by_key(|&at| (usefulness(&self.all[at]), self.all[at].used))
@@ -148,7 +148,7 @@ impl CellsBookkeeping {
     /// Returns the greatest length, at most `position`, to which a sequence can be rewound.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range,
     /// [`Position`](crate::Status::Position) for a negative position.
     pub fn reachable(&self, sequence: i32, position: i32) -> Result<i32> {
         check_sequence(sequence)?;
@@ -157,7 +157,7 @@ impl CellsBookkeeping {
         }
         let position = position.min(self.next(sequence));
         let least = self.rewindable_to(sequence)?;
-        // The end of the last run of positions below `position`: the sequence may have gaps.
+        // The sequence may have gaps, so this is the end of the last run of positions below `position`.
         let before = self.full().held(sequence).clipped(0..position).last();
         let exact = before.map_or(0, |run| run.position + run.len);
         if exact >= least {
@@ -167,12 +167,13 @@ impl CellsBookkeeping {
         Ok(kept.map_or(0, |kept| kept.position))
     }
 
-    /// Creates a checkpoint of a sequence at `position`, or at the next anchor before it. If the sequence can still
-    /// be rewound to that position, the checkpoint is created at once, otherwise when a step reaches the position.
-    /// Returns the position, or 0 if the cache allows no checkpoints.
+    /// Creates a checkpoint of a sequence at `position`. With recurrent layers, `position` is first rounded down to a
+    /// multiple of [`BLOCK`]. If the sequence can still be rewound to that position, the checkpoint is created at once.
+    /// Otherwise it is created when a step reaches the position. Returns the position, or 0 if the cache allows no
+    /// checkpoints.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range,
     /// [`Position`](crate::Status::Position) for a negative position or one that is no longer reachable,
     /// [`Step`](crate::Status::Step) while a step is open.
     pub fn mark(&mut self, sequence: i32, position: i32) -> Result<i32> {
@@ -221,7 +222,8 @@ impl CellsBookkeeping {
         self.checkpoints.marks.clone_from(&before.checkpoints.marks);
     }
 
-    /// Creates the checkpoints that a step has reached: the marks of these sequences at positions that it wrote.
+    /// Creates the checkpoints that a step has reached: those at marked positions of these sequences that the step
+    /// wrote.
     pub(super) fn pin_marks(&mut self, written: &[(i32, Range<i32>)]) {
         for (sequence, positions) in written {
             // With recurrent layers, a mark at the end of a text waits for the next token, whose step stores the
@@ -343,7 +345,7 @@ impl CellsBookkeeping {
     /// Returns the positions of a sequence's checkpoints, ascending.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     pub fn checkpoints_of(&self, sequence: i32) -> Result<Vec<i32>> {
         check_sequence(sequence)?;
         let of = |kept: &&Checkpoint| kept.members.contains(&sequence);

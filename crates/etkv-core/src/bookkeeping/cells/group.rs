@@ -91,10 +91,10 @@ impl LayerGroup {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Takes `n` cells, which must be available, and appends them to `cells`. The cells start at `after` if these are
-    /// free. Otherwise they are a run of free cells, preferably away from the ends of sequences. If there is no such
-    /// run, they are the first free cells. If `after` is `None`, a new sequence begins. `cells` already has the cells
-    /// that the step took earlier.
+    /// Takes `n` cells, which must be available, and appends them to `cells`. The cells start at `after` if enough
+    /// cells are free there. Otherwise they are a run of free cells, preferably away from the ends of sequences. If
+    /// there is no such run, they are the first free cells. If `after` is `None`, a new sequence begins. `cells`
+    /// already has the cells that the step took earlier.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         self.make_room(n);
         let mut left = n;

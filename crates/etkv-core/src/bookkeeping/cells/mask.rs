@@ -181,7 +181,7 @@ impl Row<'_> {
     }
 }
 
-/// A query, which determines the positions that it sees.
+/// The position of a query and its layer group. They determine which positions the query sees.
 struct QueryView<'a> {
     group: &'a LayerGroup,
     position: i32,

@@ -5,7 +5,7 @@
 pub struct Occupancy {
     words: Vec<u64>,
     taken: i32,
-    /// All cells below this word are taken.
+    /// All cells of the words before this word are taken.
     first_free_word: usize,
 }
 

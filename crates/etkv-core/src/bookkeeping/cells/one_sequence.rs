@@ -9,8 +9,8 @@ use crate::error::{fail, Result};
 use crate::snapshot::{CellsState, CheckpointState, GroupState, RecurrentState, SequenceState};
 
 impl CellsBookkeeping {
-    /// Returns a state that has only this sequence, as sequence 0, and the sequence's checkpoints. They are in the
-    /// first cells. Its tree is omitted.
+    /// Returns a state that has only this sequence, as sequence 0, and the sequence's checkpoints. Both are moved to
+    /// the first cells. The sequence's tree is omitted.
     pub fn sequence_state(&self, sequence: i32) -> CellsState {
         let mut checkpoints: Vec<CheckpointState> = self.checkpoints.state();
         checkpoints.retain(|kept| kept.sequences.contains(&sequence));
@@ -76,12 +76,13 @@ impl CellsBookkeeping {
     }
 
     /// Returns a copy of the bookkeeping with one more sequence: the only sequence of `state`, which must
-    /// [fit](Self::with_state). The sequence gets the number `sequence`. No sequence with this number
-    /// may hold positions or a tree. Also returns the sequence's cells in each layer group, in the order of the cells of the state.
+    /// [fit](Self::with_state). The sequence gets the number `sequence`. No sequence with this number may hold
+    /// positions or a tree. Also returns the sequence's cells in each layer group, in the order in which `state` lists
+    /// them.
     ///
     /// # Errors
-    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a
-    /// step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a step is
+    /// open. [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range.
     pub fn with_sequence(&self, sequence: i32, state: &CellsState) -> Result<(Self, Vec<Slots>)> {
         self.refuse_in_step("load a sequence")?;
         check_sequence(sequence)?;

@@ -7,8 +7,9 @@ use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
-    /// Returns the least position, other than 0, to which a sequence can be rewound without a checkpoint. For this
-    /// position, the sequence has the previous position, and every layer group has all positions that a query sees.
+    /// Returns the least position, other than 0, to which a sequence can be rewound without a checkpoint. The sequence
+    /// has the position before this least position, and every layer group has all positions that a query at the least
+    /// position sees.
     ///
     /// # Errors
     /// Errors of [`seq_len`](Self::seq_len).
@@ -217,7 +218,7 @@ impl CellsBookkeeping {
                 "cannot rewind to length {length}: the next position of the sequence is {next}"
             );
         }
-        // Otherwise the sequence would continue at another position than `length`.
+        // If position `length - 1` was removed, the sequence would not continue at `length`.
         let before = length - 1;
         if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
             fail!(
@@ -233,8 +234,8 @@ impl CellsBookkeeping {
     /// Removes every sequence but one.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open;
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// [`Step`](crate::Status::Step) while a step is open; [`InvalidArgument`](crate::Status::InvalidArgument) for a
+    /// sequence number out of range.
     pub fn seq_keep(&mut self, sequence: i32) -> Result<()> {
         self.refuse_in_step("remove sequences")?;
         check_sequence(sequence)?;

@@ -70,7 +70,7 @@ impl CellsBookkeeping {
         Ok(book)
     }
 
-    /// Refuses a state that no steps produce, and a layer group that has a position which its sequence lacks.
+    /// Refuses a state that no steps produce. For example, a window must not have positions that their sequence lacks.
     fn check_windows(&self) -> Result<()> {
         let (full, windows) = (&self.groups[0], &self.groups[1..]);
         let kept_by = |owner: i32| self.checkpoints.all().iter().find(|kept| kept.owner == owner);

@@ -27,8 +27,8 @@ impl CellsBookkeeping {
     /// The declaration applies until a step commits.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a number out of range;
-    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a sequence number out of
+    /// range; [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.refuse_in_step("declare the sequences of tokens")?;
         refuse_none(sequences.len())?;
@@ -280,7 +280,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Checks that a frontier is complete, and that layer groups with windows accept the number of tokens.
+    /// Checks that a frontier is complete, and that layer groups with windows accept this number of tokens in a step.
     fn check_count(&self, sequence: i32, n_tokens: i32) -> Result<()> {
         if let Some(tree) = self.trees.get(&sequence) {
             if n_tokens as usize != tree.n_pending() {

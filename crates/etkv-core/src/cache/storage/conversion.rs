@@ -13,7 +13,7 @@ impl<S: Store> Storage<S> {
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
             // If there is too little memory, the rows stay in float, and the contents are still right. The next step
-            // tries again. If that step has no room for rows in float, it returns the error (`check_floats`).
+            // tries again. If that step has no room for rows in float, the step returns the error (see `check_floats`).
             let [k, v] = [self.config.k_format, self.config.v_format];
             if let Err(error) = self.convert([k, v]) {
                 warn!(
@@ -50,7 +50,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Converts layer by layer. Reserves the peak first, so that the budget does not refuse a conversion halfway.
+    /// Converts layer by layer. Reserves the peak memory first, so that the budget does not refuse a conversion
+    /// halfway.
     pub(super) fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
         let layers = self.layers.groups.len();
         self.reserve_bytes(self.besides(formats, 0..layers))?;

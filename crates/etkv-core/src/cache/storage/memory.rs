@@ -53,7 +53,8 @@ impl<S: Store> Storage<S> {
         self.sum(|_, extent, slot| bytes_of(extent.own(), slot))
     }
 
-    /// Returns the sum of `bytes` over all buffers. It gets the layer group, the extent, and the bytes of a slot.
+    /// Returns the sum of `bytes` over all buffers. `bytes` receives the layer group, the extent, and the bytes of a
+    /// slot.
     pub(super) fn sum(&self, bytes: impl Fn(usize, Extent, u64) -> u64) -> u64 {
         let groups = self.layers.groups.iter().enumerate();
         groups.fold(0, |sum: u64, (layer, &group)| {
@@ -125,8 +126,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Returns the maximum number of additional bytes during a conversion of these layers. Buffers are converted one
-    /// after the other, and each old buffer is freed when its new buffer is complete.
+    /// Returns the maximum number of additional bytes that a conversion of these layers needs at any time. Buffers are
+    /// converted one after the other, and each old buffer is freed when its new buffer is complete.
     pub(super) fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {

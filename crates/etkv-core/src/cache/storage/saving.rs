@@ -10,7 +10,7 @@ use crate::store::Store;
 
 use super::Storage;
 
-/// The number of bytes of a plane in one part. A part with a single slot may have more.
+/// Planes are read and written in parts of about this number of bytes. A part of a single slot may have more.
 const CHUNK: usize = 4 << 20;
 
 /// The contents of a cache after it loads a snapshot.

@@ -25,7 +25,8 @@ fn every_format_and_mask_and_shape() {
     let (formats, mut worst) = (formats(), 0f64);
     for round in 0..2 {
         for (i, &k) in formats.iter().enumerate() {
-            // The values have the same format in the first round, and others after it.
+            // In the first round, the values have the format of the keys. In the second round, they have
+            // another format.
             let v = formats[(i + 7 * round) % formats.len()];
             for mask in 0..3 {
                 let n_tokens = [1, 2, 5, 13, 40, 70][random.integer(0, 5)];

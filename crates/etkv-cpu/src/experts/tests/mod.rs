@@ -96,7 +96,8 @@ fn outputs_are_those_of_plain_loops() {
         let expected = layer.outputs(&x, k, &chosen, &factors);
         for instructions in Instructions::available() {
             let found = run_with(instructions, &layer, &x, &chosen, &factors, 1 + case % 3);
-            // A tie in 8 bits may be rounded in the other direction.
+            // When inputs are rounded to 8 bits, a tie may be rounded in the other direction than in the
+            // reference.
             let floats = weights.iter().all(|format| format.group().is_none());
             let most = if floats { 2e-5 } else { 0.05 };
             let error = error(&found, &expected);

@@ -1,4 +1,4 @@
-//! A layer of experts with random weights, and its outputs in simple loops.
+//! A layer of experts with random weights. Simple loops compute its outputs in float64.
 
 use crate::attention::synthetic::Random;
 use crate::experts::activation::{Activation, Function};

@@ -1,4 +1,4 @@
-//! Calls that are refused, which do not change the output.
+//! Refused calls, which must not change the output.
 
 use etkv_core::Status;
 

@@ -76,8 +76,8 @@ unsafe fn multiply<const CODES: u8, const N: usize>(tile: &IntegerTile, half: us
     }
 }
 
-/// Adds the products of 32 columns. Eight sums of two products fit 16 bits: 8 * 2 * 15 * 127 is 30,480. With floats
-/// only four sums fit: 4 * 2 * 24 * 127 is 24,384.
+/// Adds the products of 32 columns. Eight sums of two products fit 16 bits: 8 * 2 * 15 * 127 is 30,480. With
+/// the codes of floats only four sums fit: 4 * 2 * 24 * 127 is 24,384.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add_4_bits<const CODES: u8, const N: usize>(

@@ -75,7 +75,8 @@ unsafe fn multiply<const CODES: u8, const N: usize>(tile: &IntegerTile, quarter:
             for (i, sum) in sums.iter_mut().enumerate() {
                 let mut dot = dots[i];
                 if is_biased {
-                    // Codes were converted to signed numbers around zero, which is reversed here.
+                    // The code of zero was subtracted from all codes. Adding it times the sum of the inputs
+                    // reverses this.
                     let start = *starts.add(i);
                     dot = vaddq_s32(dot, vdupq_n_s32(start * zero));
                     *sum = vfmaq_n_f32(*sum, biases, *scales.add(i) * start as f32);

@@ -109,7 +109,8 @@ fn outputs_are_those_of_plain_loops() {
             for (found, expected) in found.iter().zip(&expected) {
                 assert_eq!(found.len(), expected.len());
                 for (&found, [value, size]) in found.iter().zip(expected) {
-                    // A tie in 8 bits may be rounded in the other direction.
+                    // When inputs are rounded to 8 bits, a tie may be rounded in the other direction than in
+                    // the reference.
                     let most = if format.group().is_some() { 5e-3 } else { 2e-6 };
                     let error = (f64::from(found) - value).abs();
                     let what = format!("case {case}, {instructions:?}, {format:?}");

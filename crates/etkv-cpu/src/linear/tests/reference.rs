@@ -1,4 +1,4 @@
-//! Random weights, and products in simple loops.
+//! Random weights. Simple loops compute their products in float64.
 
 use half::{bf16, f16};
 

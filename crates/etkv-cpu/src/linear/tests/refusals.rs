@@ -1,4 +1,4 @@
-//! Calls with wrong sizes and ids, which write nothing.
+//! Calls with wrong sizes or ids, which must not write anything.
 
 use etkv_core::{Result, Status};
 

@@ -70,8 +70,8 @@ pub fn in_a_row(n: usize) -> Vec<Option<usize>> {
     (0..n).map(|token| token.checked_sub(1)).collect()
 }
 
-/// Returns parents of `n` tokens: one in `one_in` branches off from a token of the step, and as many from the end of
-/// the text.
+/// Returns the parents of `n` tokens. One token in `one_in` branches off from an earlier token of the step,
+/// and one in `one_in` from the end of the text.
 pub fn tree(n: usize, one_in: usize, random: &mut Random) -> Vec<Option<usize>> {
     let parent = |token: usize| match random.below(one_in) {
         0 => (token > 0).then(|| random.integer(0, token - 1)),

@@ -47,7 +47,7 @@ fn all_kernels_compile_without_headers() {
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];
-            // Compiling all of them takes a minute.
+            // Compiling all sources for all combinations would take a minute.
             let count = match (capability, element) {
                 (90, _) => 9,
                 (_, Element::Bf16) => 7,

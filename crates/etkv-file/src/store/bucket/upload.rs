@@ -33,7 +33,7 @@ impl<'a> Upload<'a> {
         Self { shared, at, part, pending: Vec::new(), parts: None }
     }
 
-    /// Sends the pending bytes once fewer parts are in flight.
+    /// Waits until fewer than [`PARTS_AT_ONCE`] parts are in flight, and then sends the pending bytes.
     fn send(&mut self) -> io::Result<()> {
         let (store, part) = (&self.shared.store, self.part);
         let mut parts = match self.parts.take() {

@@ -26,7 +26,7 @@ impl Planner {
         Some(())
     }
 
-    /// Returns the launch. Its weights have the next addresses.
+    /// Returns the launch. The next addresses are those of its weights.
     pub(super) fn normalize(
         &self,
         rows: &recipe::Normalize,
@@ -70,7 +70,7 @@ impl Planner {
         Some(())
     }
 
-    /// Returns a row norm. Its weight has the next address.
+    /// Returns a row norm. The next address is that of its weight.
     pub(super) fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
         let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
         Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }

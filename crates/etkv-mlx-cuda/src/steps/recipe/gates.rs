@@ -1,4 +1,4 @@
-//! Gates of products whose output the program splits into halves, which the passes do not merge into the
+//! Gates after a split of a product's output into halves. The passes do not merge such gates into the
 //! product.
 
 use super::{gate_of, Part, Reader, Weight, FEATURES};

@@ -29,7 +29,8 @@ fn given_rows(input: &InputSpec, buffer: usize) -> Option<RowInput> {
 }
 
 impl Reader<'_> {
-    /// Reads a concatenation of rows: either an output of the program, or norms that nothing else reads.
+    /// Reads a concatenation of rows. It must be an output of the program, or a concatenation of norms that
+    /// nothing else reads.
     pub(super) fn read_join(&mut self, op: &Op, out: Value) -> Option<()> {
         let Op::Concatenate { tensors, axis } = op else {
             return None;

@@ -63,7 +63,8 @@ impl Generation {
         }
     }
 
-    /// Returns whether an executor runs steps of this number of tokens, which is faster than async decode.
+    /// Returns whether an executor runs steps of this number of tokens. An executor is faster than async
+    /// decode.
     fn is_fast(&self, cache: &MlxCache, tokens: usize) -> bool {
         let executor = self.program.0.executor.as_ref();
         self.options.sampling.is_greedy()
@@ -72,7 +73,7 @@ impl Generation {
 
     /// Waits for the values of the committed step. If they are not finite, undoes that step and the next one.
     fn check(&mut self, cache: &mut MlxCache, mut coming: PendingTokens) -> Result<PendingTokens> {
-        // Other threads may use MLX meanwhile. If the wait fails, reading the tokens returns the error.
+        // Other threads may use MLX during the wait. If the wait fails, reading the tokens returns the error.
         let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
         coming.unread = false;
         let Err(error) = cache.check_unread() else {
@@ -243,7 +244,7 @@ impl Generation {
                     step: Some(number),
                     unread: false,
                 }),
-                // Excluded above.
+                // This cannot happen: the step chooses tokens, and `can_set_aside` was checked above.
                 _ => None,
             })
         })

@@ -131,7 +131,7 @@ impl Generation {
 /// Withdraws the declaration of a step that will not run.
 pub fn withdraw(cache: &mut MlxCache) {
     if let Some(cells) = cache.sequences_mut() {
-        // No step is open, so this cannot be refused.
+        // No step is open, so the cancellation cannot be refused.
         let _ = cells.cancel_step();
     }
 }

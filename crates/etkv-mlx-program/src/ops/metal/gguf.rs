@@ -21,8 +21,8 @@ use etkv::mlx::{cast, slice_axis};
 /// The number of elements of a super-block.
 pub const BLOCK: i32 = 256;
 
-/// The maximum elements of a weight that are unpacked together. In float32 they take 2 MB on a CPU, and stay in its
-/// caches. On a GPU they take 512 MB, because each part costs kernel launches.
+/// The maximum elements of a weight that are unpacked together. On a CPU they take 2 MB in float32, so they
+/// stay in its caches. On a GPU the maximum is 512 MB, because each part costs kernel launches.
 const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 

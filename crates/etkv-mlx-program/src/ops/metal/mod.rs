@@ -1,8 +1,9 @@
 //! Metal kernels, identified by their computation.
 //!
-//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is not read: a kernel is
-//! identified by its name, and its arguments and template arguments are checked. It is computed by operations of MLX
-//! on every device, including Metal. An unknown kernel is refused when the program is loaded.
+//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is not read: a
+//! kernel is identified by its name, and its arguments and template arguments are checked. MLX operations
+//! perform its computation on every device, including Metal. An unknown kernel is refused when the program is
+//! loaded.
 
 mod gated_delta;
 mod gguf;
@@ -248,7 +249,7 @@ impl<'a> KernelDescription<'a> {
         self.template.iter().find(|(found, _)| *found == name).map(|(_, argument)| *argument)
     }
 
-    /// Returns a dtype of floats.
+    /// Returns a template argument that is a float dtype.
     fn float(&self, argument: &str) -> Result<Dtype> {
         match self.argument(argument) {
             Some(Argument::Dtype(dtype)) if is_float(dtype) => Ok(dtype),
@@ -266,7 +267,7 @@ impl<'a> KernelDescription<'a> {
         }
     }
 
-    /// Returns an integer that is at least 1.
+    /// Returns a template argument that is an integer of 1 or more.
     fn size(&self, argument: &str) -> Result<i32> {
         match self.argument(argument) {
             Some(Argument::Int(size)) if size > 0 => Ok(size),
@@ -282,7 +283,7 @@ impl<'a> KernelDescription<'a> {
         }
     }
 
-    /// Returns an integer that is a multiple of `of`.
+    /// Returns a template argument that is an integer and a multiple of `of`.
     fn multiple(&self, argument: &str, of: i32) -> Result<i32> {
         let size = self.size(argument)?;
         if size % of != 0 {

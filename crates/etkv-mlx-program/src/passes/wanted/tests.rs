@@ -63,7 +63,7 @@ fn packed_weights_make_logits_too() {
     );
 }
 
-/// The same program with a vector instead of the matrix. It scales and shifts the logits.
+/// The same program with a vector instead of the matrix. The vector scales and shifts the logits.
 fn scaled() -> Graph {
     let mut graph = graph(vec![embed(), linear(2, 0, Some(0)), multiply(0, 3)]);
     graph.constants[0].shape = vec![8];

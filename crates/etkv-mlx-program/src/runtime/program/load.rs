@@ -56,7 +56,8 @@ impl Program {
                 && recurrent_calls(&graph).next().is_none();
             let steps = steps.filter(|_| can_compile);
             let executor = steps.and_then(|steps| steps.compile(&mlx, &graph, &constants));
-            // After the executor, because executors choose the rows to copy themselves, and do not support this pass.
+            // This pass runs after the executor is created, because executors choose the rows to copy
+            // themselves, and do not support the instruction that the pass inserts.
             if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
                 passes::leave_out_unwanted_rows(&mut graph);
             }

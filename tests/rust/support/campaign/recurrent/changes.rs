@@ -42,7 +42,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                     text.checkpoints.insert(boundary);
                 }
                 self.texts.insert(sequence, text);
-                // The newest checkpoint is not the one that gives way.
+                // If a checkpoint is dropped to make room, it is an older one.
                 assert_eq!(self.reachable(sequence, boundary), boundary);
             }
             Err(error) => {

@@ -246,8 +246,8 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// A contiguous cache may have such values, because no other sequence reads them. In shared cells, other sequences
-/// would read them.
+/// A contiguous cache may have values that are not finite, because no other sequence reads them. In shared cells, other
+/// sequences would read them.
 pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
     let place = SaveFile::new();
     for in_keys in [false, true] {

@@ -116,7 +116,7 @@ impl Recurrent {
         self.anchors.share(checkpoint, sequence, 0..i32::MAX);
     }
 
-    /// Makes `checkpoint` share the state of a sequence after `position` positions, which must be an anchor.
+    /// Makes `checkpoint` share the state of a sequence after `position` positions. This state must be an anchor.
     pub fn pin(&mut self, sequence: i32, checkpoint: i32, position: i32) {
         self.rows.share(sequence, checkpoint, (position - self.window.lead).max(0)..position);
         self.anchors.share(sequence, checkpoint, position / BLOCK..position / BLOCK + 1);

@@ -15,7 +15,7 @@ impl Recurrent {
         RecurrentState { rows: self.rows.state(), anchors: self.anchors.state() }
     }
 
-    /// Returns bookkeeping with the same parameters and the contents of `state` and of trees.
+    /// Returns bookkeeping with the parameters of `self`, and the contents of `state` and `trees`.
     ///
     /// # Errors
     /// [`File`](crate::Status::File) for cells that do not fit or contradict each other.

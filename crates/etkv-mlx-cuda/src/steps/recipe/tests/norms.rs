@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The decoder with the norms of Gemma 3 after the passes. The norms are float32 and their results converted,
-/// there is also one after each half of a layer, and embeddings are scaled.
+/// The decoder with the norms of Gemma 3 after the passes. The norms are float32 and their results are
+/// converted. There is also a norm after each half of a layer. Embeddings are scaled.
 fn with_norms() -> Graph {
     let mut graph = normalized();
     let (bias, transposed) = (None, true);

@@ -50,7 +50,7 @@ fn parts_of_heads_and_halves_of_products_are_known() {
     // All other parts are the same as if whole heads rotated and the passes merged the gate.
     let plain = Recipe::of(&decoder()).unwrap();
     assert_eq!((&recipe.parts[2..], recipe.n_buffers), (&plain.parts[2..], plain.n_buffers));
-    // The rows of joined weights count.
+    // The rows of joined weights count as rows of the weight.
     let mut graph = partly();
     let gated = &mut graph.constants[GATED.0 as usize];
     gated.shape[0] = 32;

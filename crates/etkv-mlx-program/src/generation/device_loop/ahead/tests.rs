@@ -1,5 +1,5 @@
-//! Tests of async decode, with a program that counts: the token after `n` is `n + 1`. The values of one token are not
-//! finite, but its logits are.
+//! Tests of async decode, with a program that counts: the token after `n` is `n + 1`. The key and value rows
+//! of one token are not finite, but its logits are.
 
 use etkv_core::{CacheConfig, LayerPolicy, SeqCache, Session};
 
@@ -13,7 +13,7 @@ use etkv::MLX_BACKEND;
 
 const VOCABULARY: i64 = 32;
 const DIM: usize = 8;
-/// The token whose values are infinite.
+/// The token whose key and value rows are infinite.
 const BAD: i64 = 20;
 
 /// Loads the program for the cache of a session.
