@@ -193,8 +193,8 @@ class PrefixCache {
         etkv_prefix_cache_keep, handle_.get(), cache.raw(), &raw);
   }
 
-  /// Reads the longest beginning of `text.tokens` that the store has into
-  /// memory, on another thread. Returns whether the text waits to be read; see
+  /// Reads into memory, on another thread, the longest beginning of
+  /// `text.tokens` that the store has. Returns whether the text waits to be read; see
   /// etkv_prefix_cache_prefetch.
   Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);

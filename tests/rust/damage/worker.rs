@@ -61,7 +61,8 @@ fn whole(program: &ExportedProgram) -> DamagedProgram {
     }
 }
 
-/// Returns the results of undamaged programs that did not run. Omits programs that need a kernel that no build has.
+/// Loads and runs the undamaged programs. Returns the name and the error of each that fails, except for programs that
+/// need a Metal kernel, which no build here has.
 pub fn refused(programs: &Path) -> Vec<String> {
     etkv_mlx_program::set_max_bytes(TENSOR);
     let programs = corpus::read(programs);

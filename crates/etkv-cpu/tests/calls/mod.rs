@@ -1,4 +1,5 @@
-//! A method of two layers, which is called in the same way as by ExecuTorch's delegates.
+//! A loaded method with two attention layers. The tests run its calls through the interface that ExecuTorch's
+//! delegates use.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
