@@ -36,9 +36,10 @@ def digest(backend: str, package: Path, monkeypatch) -> str:
         return manifest._exporter_digest.__wrapped__(backend)
 
 
-@pytest.mark.parametrize(
-    "backend", [BACKENDS[0], *(pytest.param(name, marks=pytest.mark.long) for name in BACKENDS[1:])]
-)
+FIRST, *OTHERS = BACKENDS
+
+
+@pytest.mark.parametrize("backend", [FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_every_module_that_the_exporter_imports_counts(backend, copied, monkeypatch):
     """`make test` changes two of the modules, because a digest takes half a second."""
     before = digest(backend, copied, monkeypatch)
