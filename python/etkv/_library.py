@@ -107,8 +107,8 @@ def backends() -> str:
 def runtime() -> types.ModuleType:
     """Import ExecuTorch's runtime, without its exporter if possible. Return its extension module.
 
-    The runtime imports one class from a package whose import loads the whole exporter. Loading the exporter takes 3 of
-    the 4 seconds of the import.
+    The runtime imports one class from a package whose import loads the whole exporter. Loading the exporter takes 4 of
+    the 5 seconds of a first import.
     """
     name = "executorch.exir._warnings"
     import executorch  # A namespace package.
