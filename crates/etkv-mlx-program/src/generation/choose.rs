@@ -1,6 +1,6 @@
 //! Verification: the host runs a step, and for each token of the step the device chooses the next token.
 
-use super::chosen_tokens::ChosenTokens;
+use super::chosen_tokens::host_ids;
 use super::last_rows;
 use super::sampler::Sampler;
 use crate::error::{fail, Result};
@@ -44,7 +44,7 @@ impl Program {
         }
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;
-        let take = |_: &mut mlx::Mlx, ids: &[i32]| ChosenTokens::Host(ids.to_vec()).ids();
+        let take = |_: &mut mlx::Mlx, ids: &[i32]| host_ids(ids);
         let text = (tokens, positions);
         if let Some(ids) = loaded.choose_fast(&mut mlx, &mut *cache, text, take)? {
             return Ok(ids);

@@ -31,7 +31,7 @@ impl ChosenTokens {
     /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
     pub fn ids(&self) -> Result<Vec<i64>> {
         match self {
-            Self::Host(ids) => finite(ids, |row| ids[row] >= 0),
+            Self::Host(ids) => host_ids(ids),
             Self::Device(tokens) => tokens.ids(),
         }
     }
@@ -118,6 +118,14 @@ impl DeviceTokens {
     }
 }
 
+/// Returns the ids that a captured step returned. A negative id means that the logits are not finite.
+///
+/// # Errors
+/// [`Backend`](etkv::Status::Backend) for logits that are not finite.
+pub fn host_ids(ids: &[i32]) -> Result<Vec<i64>> {
+    finite(ids, |row| ids[row] >= 0)
+}
+
 /// Returns ids as `i64`. Refuses a row that is not finite.
 fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>> {
     if let Some(row) = (0..ids.len()).find(|&row| !is_finite(row)) {
@@ -164,8 +172,7 @@ mod tests {
     fn rows_of_tokens_are_joined_and_taken() {
         mlx::run(|| {
             let [host, device] = both(&[3, 0]);
-            let joined =
-                ChosenTokens::joined(vec![host, both(&[9]).into_iter().next().unwrap(), device])?;
+            let joined = ChosenTokens::joined(vec![host, ChosenTokens::Host(vec![9]), device])?;
             assert_eq!(joined.ids()?, [3, 0, 9, 3, 0]);
             let (taken, below) = joined.at(&[2, 0])?;
             assert_eq!((mlx::elements::<i32>(&taken)?, below), (vec![9, 3], 10));
