@@ -168,10 +168,11 @@ def hostile(numbers: random.Random) -> dict:
 _READ = """
 import json, resource, sys, time
 import etkv
+import tokenizers  # Its first import takes a second.
 from etkv import Tokenizer
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
 for folder in sys.stdin.read().split("\\n"):
-    began = time.monotonic()
+    began = time.process_time()
     try:
         tokenizer = Tokenizer.from_pretrained(folder)
         ids = tokenizer.encode("aab a " * 50)
@@ -182,7 +183,7 @@ for folder in sys.stdin.read().split("\\n"):
         stream.finalize()
     except etkv.EtkvError:
         pass
-    assert time.monotonic() - began < 2, folder
+    assert time.process_time() - began < 2, folder
     print(folder, flush=True)
 """
 
