@@ -60,7 +60,7 @@ def etkv() -> Path:
     or cannot be loaded.
     """
     _require("mlx", MLX_VERSION, "pip install 'mlx[cpu]==%s'" if sys.platform != "darwin" else "pip install mlx==%s")
-    mlx = _installed("mlx", f"mlx/lib/libmlx{_SUFFIX}")
+    mlx = installed("mlx", f"mlx/lib/libmlx{_SUFFIX}")
     if not mlx.is_file():
         raise EtkvError(
             f"mlx {MLX_VERSION} is installed without the part that computes: pip install 'mlx[cpu]=={MLX_VERSION}', "
@@ -71,7 +71,7 @@ def etkv() -> Path:
         # libetkv_blas replaces MLX's matrix products, so it is loaded before MLX. It needs OpenBLAS to be loaded
         # already. Without OpenBLAS, MLX's own products run.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            openblas = _installed("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
+            openblas = installed("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
             if openblas.is_file():
                 _load(openblas)
         _load(blas)
@@ -115,7 +115,7 @@ def runtime() -> types.ModuleType:
 
     spec = None
     if not {_EXTENSION, "executorch.exir"} & sys.modules.keys() and not hasattr(executorch, "exir"):
-        file = _installed("executorch", "executorch/exir/_warnings.py")
+        file = installed("executorch", "executorch/exir/_warnings.py")
         spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
     if spec is None or spec.loader is None:
         return importlib.import_module(_EXTENSION)
@@ -154,7 +154,7 @@ def _delegate() -> None:
 
 
 def _libexecutorch() -> Path:
-    return _installed("executorch", f"executorch/lib/libexecutorch{_SUFFIX}")
+    return installed("executorch", f"executorch/lib/libexecutorch{_SUFFIX}")
 
 
 def _backend(name: str) -> int | None:
@@ -208,7 +208,8 @@ def _require(package: str, version: str, install: str) -> None:
         raise EtkvError(f"etkv needs {package} {version}, {installed} is installed: {install % version}")
 
 
-def _installed(package: str, file: str) -> Path:
+def installed(package: str, file: str) -> Path:
+    """Return the path of a ``file`` of an installed ``package``. Does not import it."""
     return Path(str(importlib.metadata.distribution(package).locate_file(file)))
 
 

@@ -110,25 +110,32 @@ def _is_complete(wheel: Path) -> bool:
 def _has_generator(wheel: Path) -> bool:
     serialization = wheel / "serialization"
     try:
-        _flatc()
+        flatc()
     except EtkvError:
         return False
     return (serialization / "generate.py").exists() and (serialization / "schema.fbs").exists()
 
 
-def _flatc() -> Path:
-    spec = importlib.util.find_spec("executorch.data.bin")
+def flatc() -> Path:
+    """Return the flatbuffer compiler of the installed ExecuTorch.
+
+    Raises :class:`EtkvError` if there is none.
+    """
+    try:
+        spec = importlib.util.find_spec("executorch.data.bin")
+    except ModuleNotFoundError:
+        spec = None
     if spec is not None and spec.origin is not None:
         flatc = Path(spec.origin).parent / ("flatc.exe" if os.name == "nt" else "flatc")
         if flatc.exists():
             return flatc
-    raise EtkvError("the installed executorch package has no data/bin/flatc, which the MLX serialization code needs")
+    raise EtkvError("the installed executorch package has no data/bin/flatc, which reads and writes programs")
 
 
 def _generated_folder(wheel: Path) -> Path:
     """Return the folder with the generated modules for this wheel. Generates them unless the folder exists."""
-    flatc = _flatc()
-    name = f"mlx-serialization-{_digest(wheel, flatc)}"
+    compiler = flatc()
+    name = f"mlx-serialization-{_digest(wheel, compiler)}"
     root = _cache_root()
     if root is not None:
         folder = root / name
@@ -137,13 +144,13 @@ def _generated_folder(wheel: Path) -> Path:
         with contextlib.suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root, ignore_cleanup_errors=True) as scratch:
-                _generate(wheel, flatc, Path(scratch))
+                _generate(wheel, compiler, Path(scratch))
                 _publish(Path(scratch), folder)
             return folder
     # Without a writable cache, use a private folder for this process. In a shared temporary folder with a predictable
     # name, another user could place code.
     folder = Path(tempfile.mkdtemp(prefix="etkv-"))
-    _generate(wheel, flatc, folder)
+    _generate(wheel, compiler, folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

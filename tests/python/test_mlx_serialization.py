@@ -79,7 +79,7 @@ def test_another_schema_has_another_folder(tmp_path):
     for schema in ("table A {}", "table B {}"):
         (tmp_path / schema / "serialization").mkdir(parents=True)
         (tmp_path / schema / "serialization" / "schema.fbs").write_text(schema)
-    flatc = serialization._flatc()
+    flatc = serialization.flatc()
     digests = {serialization._digest(tmp_path / schema, flatc) for schema in ("table A {}", "table B {}")}
     assert len(digests) == 2
 
@@ -88,7 +88,7 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
     flatc = tmp_path / "flatc"
     flatc.write_text("#!/bin/sh\necho this schema is wrong >&2\nexit 1\n")
     flatc.chmod(0o755)
-    monkeypatch.setattr(serialization, "_flatc", lambda: flatc)
+    monkeypatch.setattr(serialization, "flatc", lambda: flatc)
     monkeypatch.setenv("ETKV_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(EtkvError, match="this schema is wrong"):
         serialization._generated_folder(serialization._wheel_folder())
@@ -98,7 +98,7 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
 def test_a_wheel_without_the_compiler(monkeypatch):
     monkeypatch.setattr(serialization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EtkvError, match="no data/bin/flatc"):
-        serialization._flatc()
+        serialization.flatc()
 
 
 def test_without_executorch(monkeypatch):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 
 import lacking_program
+import reference
 from etkv import __main__ as command
 from etkv import _tables, describe_program, inspection, pte
 from etkv.errors import EtkvError
@@ -39,6 +41,19 @@ def test_report(program, capsys):
     assert [line.partition(": ")[2] for line in fused] == ["15 Addmm to 0, 0 Linear to 15"] * 2, lines
     devices = [line.partition(":")[0] for line in lines if line.startswith("instructions")]
     assert devices == ["instructions on the CPU", "instructions on a GPU"]
+
+
+def test_tables_are_those_that_executorch_reads(program):
+    from executorch.exir._serialize._flatbuffer import _program_flatbuffer_to_json
+
+    tables, _ = pte.read_tables(program)
+    assert pte._as_json(tables) == json.loads(_program_flatbuffer_to_json(tables))
+
+
+def test_a_report_does_not_import_torch_or_the_exporter(program):
+    code = "import sys, etkv.__main__ as m; m.main(sys.argv[1:]); print({'torch', 'executorch.exir'} & {*sys.modules})"
+    ran = reference.run([sys.executable, "-c", code, "inspect", program, "--instructions"])
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "set()"), ran.stderr
 
 
 def test_report_as_json(program, capsys):
