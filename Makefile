@@ -76,7 +76,7 @@ made: .venv/.ready
 	@$(MAKE) --no-print-directory programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches
-programs: model
+programs: .venv/.ready
 	python tests/python/programs.py
 # Not in parallel: two Ninja processes cannot share a build folder.
 faces: benches

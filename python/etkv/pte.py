@@ -146,8 +146,8 @@ def _as_json(tables: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         binary = Path(scratch, "tables.bin")
         binary.write_bytes(tables)
-        words = [flatc(), "--json", "--defaults-json", "--strict-json", "-o", scratch, schema, "--", binary]
-        ran = subprocess.run(words, capture_output=True, check=False)
+        options = ("--json", "--defaults-json", "--strict-json", "-o", scratch)
+        ran = subprocess.run([flatc(), *options, schema, "--", binary], capture_output=True, check=False)
         if ran.returncode != 0:
             raise ValueError(f"its tables cannot be read: flatc ended with {ran.returncode}")
         text = binary.with_suffix(".json").read_text(encoding="utf-8")

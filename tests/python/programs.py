@@ -26,7 +26,7 @@ FILES = (
 
 def main() -> None:
     # Exports of models with recurrent layers run the program, which needs the library. It may not be built yet.
-    variants = {variant for file in FILES for variant in file.VARIANTS}
+    variants = {reference.REAL_MODEL, *(variant for file in FILES for variant in file.VARIANTS)}
     if reference.EVERYTHING:
         variants |= set(test_model_precision.SMOLLM2)
     reference.programs(sorted(variants, key=str))

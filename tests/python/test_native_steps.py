@@ -43,16 +43,18 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Return a function from layout and dtype to the program of the layout's layers."""
+    """Return a function from layout, dtype and :class:`op_program.Attention`'s ``shared`` to a program."""
     folder = tmp_path_factory.mktemp("op")
     made = {}
 
-    def find(layout: str, out_dtype: torch.dtype = torch.float32):
-        key = (layout, out_dtype)
+    def find(layout: str, out_dtype: torch.dtype = torch.float32, shared: bool = False):
+        key = (layout, out_dtype, shared)
         if key not in made:
             path = folder / f"{layout}-{len(made)}.pte"
             # The program's limit is large, so that the cache refuses steps with too many tokens.
-            made[key] = op_program.export(config(layout), path, group=GROUP, most_tokens=64, out_dtype=out_dtype)
+            made[key] = op_program.export(
+                config(layout), path, group=GROUP, most_tokens=64, out_dtype=out_dtype, shared=shared
+            )
         return made[key]
 
     return find
@@ -156,12 +158,11 @@ def test_formats_that_change_on_the_way(program, kind, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
-def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
+def test_layers_that_share_keys_and_values(program, kind, layout):
     """Two calls with one layer id: the second attends to the rows of the first, as in PyTorch."""
     settings = config(layout, k_format="f16", v_format="affine8g32")
-    path = op_program.export(settings, tmp_path / "shared.pte", group=GROUP, shared=True)
     for seed in range(SEEDS):
-        n_steps = compare(kind, layout, settings, path, 300_000 + seed, shared=True)
+        n_steps = compare(kind, layout, settings, program(layout, shared=True), 300_000 + seed, shared=True)
         assert n_steps > OPERATIONS[layout] // 4
 
 

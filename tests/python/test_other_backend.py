@@ -81,6 +81,8 @@ def in_order(program: Path, out: Path, *order: object) -> tuple[dict, np.ndarray
     return json.loads(done.stdout.splitlines()[-1]), np.load(out)
 
 
+# cpp.backend_ids tests this order of the libraries in C++, without Python's 15 seconds of imports.
+@pytest.mark.long
 def test_before_and_after(program, other, tmp_path):
     """The rows are the same whether the other backend is registered before or after etkv's."""
     told, expected = in_order(program, tmp_path / "after.npy", "etkv", "runtime", other)

@@ -264,7 +264,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs(kind, name):
     config = CONFIGS[name]
-    n_steps, n_seeds = 0, 20 if EVERYTHING else 4
+    n_steps, n_seeds = 0, 20 if EVERYTHING else 2
     for seed in range(n_seeds):
         program = step_programs.generate(kind, config, seed, 60)
         n_steps += check(kind, config, program, make_cache(kind, config))
