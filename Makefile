@@ -70,16 +70,16 @@ faces-part: rust made
 	@$(MAKE) --no-print-directory faces
 rust: lint
 	@tools/test-rust
-# Builds what pytest needs and Rust's tests do not.
+# Builds what pytest needs and Rust's tests do not: also two benchmarks, which a test of `make bench` runs.
 made: .venv/.ready
 	+@$(IF_BUILT) build
 	@$(MAKE) --no-print-directory programs
 	@$(MAKE) --no-print-directory build
-	@$(MAKE) --no-print-directory benches
+	@$(NINJA) --target etkv_lengths etkv_op
 programs: .venv/.ready
 	python tests/python/programs.py
 # Not in parallel: two Ninja processes cannot share a build folder.
-faces: benches
+faces: build
 	@$(MAKE) --no-print-directory test-cpp
 	@python tests/package/run.py build/cmake --short
 	@$(MAKE) --no-print-directory test-macos-short

@@ -4,7 +4,8 @@ The ways are an installed tree that was moved, pkg-config, etkv's sources in a s
 docs/embedding.md, and the Python wheel as in docs/python.md.
 
 ``run.py CMAKE_BUILD [--short]``: CMAKE_BUILD is the folder of etkv's build. With ``--short``, the ways that compile
-etkv's crates again are left out. The first time, Cargo's output is copied from ``build/cargo``.
+etkv again are left out, and so is docs/python.md, whose model takes a minute to export. The first time, Cargo's output
+is copied from ``build/cargo``.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ def libraries(program: Path) -> str:
 
 
 class Package:
-    def __init__(self, build: Path, scratch: Path) -> None:
+    def __init__(self, build: Path, scratch: Path, short: bool) -> None:
         self.build = build
+        self.short = short
         self.scratch = scratch
         self.prefix = scratch / "moved/to/etkv"
         self.python = os.environ.get("ETKV_PYTHON", sys.executable)
@@ -260,7 +262,7 @@ class Package:
         expect(said.endswith("0 of 4096 positions\n"), said)
 
     def wheel(self) -> None:
-        """Build the Python wheel, install it outside of the checkout, and follow docs/python.md with it."""
+        """Build the Python wheel, install it outside of the checkout, and follow docs/python.md or run a program."""
         wheels = self.scratch / "wheels"
         settings = {
             "build-dir": self.scratch / "wheel",
@@ -286,6 +288,9 @@ class Package:
             python, "-c", "import etkv, etkv._library as at; print(etkv.__file__, at.folder(), at.capi_tables())"
         )
         expect(told.count(str(site)) == 3, f"not from the wheel alone: {told}")
+        if self.short:
+            run(python, "-m", "etkv", "generate", PROGRAM, "Hi", "--max-tokens", "4")
+            return
         said = run(python, SOURCE / "tests/python/document.py", SOURCE / "docs/python.md", cwd=SOURCE)
         # The page saves a conversation in the current folder, because its paths of models are relative to it.
         (SOURCE / "chat.safetensors").unlink(missing_ok=True)
@@ -304,16 +309,14 @@ def main(build: Path, short: bool) -> int:
         if not target.exists():
             copy_cargo(target)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
-        tests = Package(build.resolve(), Path(scratch).resolve())
+        tests = Package(build.resolve(), Path(scratch).resolve(), short)
         # The other tests use the tree that this one installs. The longest tests begin first.
         results = [result(tests.install)]
         others = (
-            *(() if short else (tests.crate, tests.without_mlx)),
-            tests.subdirectory,
+            *(() if short else (tests.crate, tests.without_mlx, tests.subdirectory, tests.caches_only)),
             tests.wheel,
-            tests.documentation,
             tests.installed,
-            tests.caches_only,
+            tests.documentation,
             tests.pkg_config,
         )
         # Most tests wait for a single compiler or linker.

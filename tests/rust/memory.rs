@@ -115,7 +115,7 @@ fn decoding_copies_no_history() {
                 let mut cache = new(config(format, LENGTH + 2000, &[LayerPolicy::Full; 2]));
                 fill(&mut *cache, LENGTH, dtype);
                 let many = kind == "contiguous" && format == KvFormat::F32;
-                let steps = if many { etkv_tests::runs(60) as i32 } else { 16 };
+                let steps = if many { etkv_tests::runs(30) as i32 } else { 16 };
                 let (active, peak) = raised(&mut *cache, steps, dtype);
                 assert_eq!(active, 0, "{kind} {format}: decoding leaks memory");
                 // The scores of one layer, and their softmax.
