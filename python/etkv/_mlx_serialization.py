@@ -126,9 +126,9 @@ def flatc() -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is not None and spec.origin is not None:
-        flatc = Path(spec.origin).parent / ("flatc.exe" if os.name == "nt" else "flatc")
-        if flatc.exists():
-            return flatc
+        compiler = Path(spec.origin).parent / ("flatc.exe" if os.name == "nt" else "flatc")
+        if compiler.exists():
+            return compiler
     raise EtkvError("the installed executorch package has no data/bin/flatc, which reads and writes programs")
 
 

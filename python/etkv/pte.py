@@ -142,12 +142,14 @@ def _as_json(tables: bytes) -> dict[str, Any]:
 
     ExecuTorch has a function for this in a package whose import loads its whole exporter, which takes 4 seconds.
     """
+    # First, because it tells that ExecuTorch is missing.
+    compiler = flatc()
     schema = _library.installed("executorch", "executorch/exir/_serialize/program.fbs")
     with tempfile.TemporaryDirectory() as scratch:
         binary = Path(scratch, "tables.bin")
         binary.write_bytes(tables)
         options = ("--json", "--defaults-json", "--strict-json", "-o", scratch)
-        ran = subprocess.run([flatc(), *options, schema, "--", binary], capture_output=True, check=False)
+        ran = subprocess.run([compiler, *options, schema, "--", binary], capture_output=True, check=False)
         if ran.returncode != 0:
             raise ValueError(f"its tables cannot be read: flatc ended with {ran.returncode}")
         text = binary.with_suffix(".json").read_text(encoding="utf-8")

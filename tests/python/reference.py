@@ -182,7 +182,7 @@ def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
 def export(requests: Sequence[ExportRequest]) -> None:
     """Run the ``requests`` whose programs are missing or stale."""
     missing = [request for request in requests if not _is_usable(request)]
-    if len(missing) > 2 or "PYTEST_XDIST_WORKER" in os.environ:
+    if len(missing) > 2 or (missing and "PYTEST_XDIST_WORKER" in os.environ):
         list(_exporters().map(_export, missing))
     else:
         # The imports of another process would take longer.
