@@ -70,12 +70,11 @@ faces-part: rust made
 	@$(MAKE) --no-print-directory faces
 rust: lint
 	@tools/test-rust
-# Builds what pytest needs and Rust's tests do not: also two benchmarks, which a test of `make bench` runs.
+# Builds what pytest needs and Rust's tests do not.
 made: .venv/.ready
 	+@$(IF_BUILT) build
 	@$(MAKE) --no-print-directory programs
 	@$(MAKE) --no-print-directory build
-	@$(NINJA) --target etkv_lengths etkv_op
 programs: .venv/.ready
 	python tests/python/programs.py
 # Not in parallel: two Ninja processes cannot share a build folder.
@@ -95,7 +94,7 @@ test-unit: .venv/.ready ## Run the unit tests of crates that need no MLX
 	cargo test --release --locked -p etkv-core -p etkv-cpu -p etkv-delegate -p etkv-file
 test-conformance: .venv/.ready ## Compare generated operations on every store with an independent model
 	cargo test --release --locked -p etkv-tests --test caches --test on_mlx
-test-rust: .venv/.ready ## Run Rust's tests; those of the core also with debug assertions
+test-rust: .venv/.ready ## Run Rust's tests; those of four crates with debug assertions
 	@tools/test-rust
 test-cpp: build ## Run the tests of the C and C++ interfaces
 	ctest --test-dir build/cmake --output-on-failure --parallel 2

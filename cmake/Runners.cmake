@@ -1,8 +1,8 @@
 # The example runners and the test tools: C++ programs on ExecuTorch's Module that use
 # etkv like an application.
 
-# Nearly all of the compile time is for ExecuTorch's headers.
-option(ETKV_UNITY "Use unity builds for the examples, and precompiled headers for tests" ON)
+# Half of the compile time is for ExecuTorch's headers.
+option(ETKV_UNITY "Use unity builds for the examples, and precompiled headers" ON)
 set(unity UNITY_BUILD ${ETKV_UNITY} UNITY_BUILD_BATCH_SIZE 8)
 
 # etkv_program(NAME sources...): an executable with the project's warnings.
@@ -55,10 +55,20 @@ set_target_properties(
   CXX_STANDARD_REQUIRED ON
   CXX_EXTENSIONS OFF)
 
-# etkv_runner(NAME sources...)
+if(ETKV_UNITY)
+  target_precompile_headers(
+    etkv_examples_common PRIVATE <algorithm> <string> <vector>
+    ${PROJECT_SOURCE_DIR}/include/etkv/executorch.hpp)
+endif()
+
+# etkv_runner(NAME [OWN_HEADERS] sources...): OWN_HEADERS if the caller precompiles other headers.
 function(etkv_runner name)
-  etkv_program(${name} ${ARGN})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "OWN_HEADERS" "" "")
+  etkv_program(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE etkv_examples_common)
+  if(ETKV_UNITY AND NOT arg_OWN_HEADERS)
+    target_precompile_headers(${name} REUSE_FROM etkv_examples_common)
+  endif()
 endfunction()
 
 file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)

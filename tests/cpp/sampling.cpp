@@ -120,7 +120,7 @@ double deviations(
     Drawn how,
     double temperature,
     const Judge& judge,
-    long n = 10000) {
+    long n = 4000) {
   Sampler sampler(temperature, /*seed=*/seed * 31 + width);
   std::map<std::pair<int64_t, int64_t>, double> found;
   for (long i = 0; i < n; ++i) {
@@ -195,7 +195,7 @@ void sampling_keeps_the_distribution() {
                           : examples::draw(p, sampler.rng);
         return judged;
       };
-  CHECK(deviations(3, 4, 2, Drawn::at_random, 1.0, careless) > 20.0);
+  CHECK(deviations(3, 4, 2, Drawn::at_random, 1.0, careless, 10000) > 20.0);
   const Judge forgetful =
       [](const auto& tree, const auto& logits, auto& sampler) {
         auto p = must(examples::softmax(logits, 0, sampler.temperature));
@@ -209,7 +209,7 @@ void sampling_keeps_the_distribution() {
         }
         return VerificationResult{{0}, examples::draw(p, sampler.rng)};
       };
-  CHECK(deviations(3, 4, 3, Drawn::at_random, 1.0, forgetful) > 10.0);
+  CHECK(deviations(3, 4, 3, Drawn::at_random, 1.0, forgetful, 10000) > 10.0);
 }
 
 void drawing() {

@@ -33,7 +33,7 @@ QUANTIZED = Variant("tiny-llama", quantize="8da4w", backend="cpu")
 BFLOAT16 = Variant("tiny-llama", "bf16", backend="cpu")
 LAST_ROW = test_outputs.LAST_ROW.on("cpu")
 DRAFT = Variant("tiny-gemma3", draft=1, backend="cpu")
-VARIANTS = [*FAMILIES, test_outputs.TAPPED.on("cpu"), LAST_ROW, QUANTIZED, BFLOAT16, DRAFT]
+VARIANTS = [*FAMILIES, LAST_ROW, QUANTIZED, BFLOAT16, DRAFT]
 PROMPT, DECODE = 70, 32
 IDS = list(STORY.encode())
 

@@ -264,13 +264,8 @@ def test_a_refusal_changes_nothing(name):
 # ---- ExecuTorch's --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "ours trace check theirs trace check lower",
-        pytest.param("theirs trace ours trace check lower", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("words", ["ours trace check theirs trace check lower", "theirs trace ours trace check lower"])
 def test_import_orders(words):
     """Each order runs in its own process. If ExecuTorch's op comes later, it replaces the traced op."""
     script = Path(__file__).with_name("op_orders.py")

@@ -199,6 +199,7 @@ def test_an_export_that_ends_its_process_is_tried_again(tmp_path, monkeypatch):
         assert [case.error for case in found] == ["the process ended with SIGABRT", "no such op"]
 
 
+@pytest.mark.long
 def test_outputs_are_compared_at_the_tolerances_of_the_test(tmp_path, monkeypatch):
     """A program adds two tensors. Expected outputs are equal, nearly equal, and different."""
     (add,) = export.export(1, lambda folder: folder == "000-add", reference.note)

@@ -14,6 +14,9 @@ pub trait Backend: 'static {
     /// Whether a failing op fails when it is called, rather than when its outputs are computed.
     const COMPUTES_AT_ONCE: bool = false;
 
+    /// How many times as long a generated operation takes as on the CPU. The tests run so many times fewer seeds.
+    const COST: u64 = 1;
+
     /// Whether caches of this backend can be saved.
     const SAVES: bool = true;
 

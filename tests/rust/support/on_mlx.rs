@@ -32,6 +32,7 @@ pub struct OnMlx;
 
 impl Backend for OnMlx {
     type Store = MlxStore;
+    const COST: u64 = 3;
 
     fn run<T>(work: impl FnOnce() -> T) -> T {
         etkv::mlx::run(|| Ok(work())).unwrap()

@@ -411,7 +411,7 @@ fn assert_sees<B: Backend>(
 }
 
 pub fn attention_matches_the_model<B: Backend>() {
-    for_seeds(125, |seed| {
+    for_seeds(125 / B::COST, |seed| {
         B::run(|| {
             let mut run = Run::<B>::new(seed);
             for _ in 0..40 {

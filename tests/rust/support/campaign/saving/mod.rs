@@ -52,7 +52,7 @@ pub fn written(face: &mut dyn SaveCache) -> Written {
 
 pub fn loaded_caches_continue_like_saved_ones<B: Backend>() {
     let place = SaveFile::new();
-    for_seeds(60, |seed| {
+    for_seeds(60 / B::COST, |seed| {
         B::run(|| {
             let mut rng = Rng::new(seed);
             let shape = Shape::new(&mut rng);
