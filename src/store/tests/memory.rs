@@ -72,7 +72,7 @@ fn decoding_does_not_unpack_the_history() {
             println!("skipped: on CUDA the interpreter unpacks up to 256 MiB of a layer");
             return Ok(());
         }
-        let n = 4096;
+        let n = 16384;
         let written = rows(3, 4, n, 128);
         let q = rows(4, 8, 1, 128);
         eval([&written, &q])?;
