@@ -177,8 +177,8 @@ def lines(contents: dict[str, Any]) -> Iterator[str]:
     yield from _cache_lines(contents)
     if "program" in contents:
         program = contents["program"]
-        yield f"inputs: {', '.join(program['inputs'])}"
-        yield f"outputs: {', '.join(program['outputs'])}"
+        yield f"inputs of the delegate: {', '.join(program['inputs'])}"
+        yield f"outputs of the delegate: {', '.join(program['outputs'])}"
         yield from _operation_lines("operations at load", program["operations_at_load"])
         yield from _operation_lines("operations a step", program["operations"])
         yield from _pass_lines("on the CPU", program["passes"])

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import torch._dynamo.guards
 import torch.fx.traceback
 from executorch.exir import EdgeCompileConfig, to_edge
 from executorch.exir.pass_base import ExportPass
@@ -23,8 +22,7 @@ PASSES = "93c761299a176613eb1b8ea5d4893f0943ad8c1b016d9021097e3810c8aaf60a"
 
 
 def state() -> tuple[object, ...]:
-    guards = torch._dynamo.guards.PyExprCSEPass
-    return guards.count, guards.replace, torch.fx.traceback.copy, gc.get_threshold(), *(one.call for one in passes())
+    return torch.fx.traceback.copy, gc.get_threshold(), *(one.call for one in passes())
 
 
 def passes() -> list[type]:
@@ -38,9 +36,6 @@ def before(monkeypatch):
     """What torch and Python have by themselves. Exports of this process may have changed it for good."""
     import copy
 
-    guards = torch._dynamo.guards.PyExprCSEPass
-    monkeypatch.setattr(guards, "count", lambda self, exprs: "all")
-    monkeypatch.setattr(guards, "replace", lambda self, expr: "all")
     monkeypatch.setattr(torch.fx.traceback, "copy", copy)
     for one in passes():
         monkeypatch.setattr(one, "call", ExportPass.call)
@@ -57,7 +52,6 @@ def test_all_of_it_is_left_out_and_comes_back(before):
         assert all(inner != outer for inner, outer in zip(within, before, strict=True))
         with faster.collecting_rarely(), faster.without_needless_work():
             assert torch.fx.traceback.copy.deepcopy([1]) == [1]
-            assert torch._dynamo.guards.PyExprCSEPass.count(None, []) is None
         assert state() == within
     assert state() == before
 

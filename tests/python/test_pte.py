@@ -36,7 +36,7 @@ def test_report(program, capsys):
     assert "cache in f16: 25.0 KiB at 100 positions, 256 bytes for the first one" in lines
     assert "2 UpdateAndAttend" in [line.strip() for line in lines]
     assert any(line.startswith("cache in affine4: not possible: layer 0") for line in lines), lines
-    assert "inputs: input_ids int64[1, 2..64], cache_position int64[2..64]" in lines
+    assert "inputs of the delegate: cache_position int64[2..64], input_ids int64[1, 2..64]" in lines
     fused = [line for line in lines if line.startswith("  pass fuse_linear, ")]
     assert [line.partition(": ")[2] for line in fused] == ["15 Addmm to 0, 0 Linear to 15"] * 2, lines
     devices = [line.partition(":")[0] for line in lines if line.startswith("instructions")]

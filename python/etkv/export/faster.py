@@ -31,23 +31,7 @@ def collecting_rarely() -> Iterator[None]:
 def without_needless_work() -> Iterator[None]:
     """Skip work that an export does not need. A release of torch or ExecuTorch with other internals does all the
     work."""
-    with _without_work_on_guards(), _sharing_origins(), _without_idle_passes():
-        yield
-
-
-@contextlib.contextmanager
-def _without_work_on_guards() -> Iterator[None]:
-    """Skip the search for common subexpressions in guards. An export never runs its guards."""
-    import torch._dynamo.guards
-
-    of_guards = getattr(torch._dynamo.guards, "PyExprCSEPass", None)
-    if not (hasattr(of_guards, "count") and hasattr(of_guards, "replace")):
-        yield
-        return
-    with (
-        mock.patch.object(of_guards, "count", lambda self, exprs: None),
-        mock.patch.object(of_guards, "replace", lambda self, expr: ([], expr)),
-    ):
+    with _sharing_origins(), _without_idle_passes():
         yield
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
@@ -151,36 +148,18 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
     length = torch.export.Dim("tokens", min=1, max=chunk)
-    with torch.no_grad(), _without_copies():
+    with torch.no_grad():
         traced = torch.export.export(
             step,
             args=(),
             kwargs=inputs,
             # Tokens are the first axis of positions, and the second of all other inputs.
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
-            strict=True,
         )
     # If a model reads only the dtype of packed weights, the trace has unpacked them for nothing.
     traced.graph.eliminate_dead_code()
     traced.graph_module.recompile()
     return traced
-
-
-@contextlib.contextmanager
-def _without_copies() -> Iterator[None]:
-    """Keep torch from copying the weights in a trace. It copies them in case the model changes them."""
-    from torch._dynamo.variables import builder
-
-    from etkv.export.scratch import SMALL
-
-    copied = builder._clone_input
-
-    def kept(value: Any, fake_mode: Any) -> Any:
-        is_weight = type(value) in (torch.Tensor, torch.nn.Parameter) and value.nbytes > SMALL
-        return value if is_weight else copied(value, fake_mode)
-
-    with mock.patch.object(builder, "_clone_input", kept):
-        yield
 
 
 def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 _OF_THE_TRACER = (
     (r"Constraints violated", "its graph depends on the number of tokens in a step"),
     (r"[Dd]ata-dependent|DataDependent|GuardOnDataDependent", "its graph depends on values known only at run time"),
-    (r"marked as skipped", "it calls a function that torch.export does not enter"),
-    (r"[Gg]raph break", "it has code that torch.export cannot put into a graph"),
 )
 """Messages of torch's tracer -> their meaning for the model."""
 
@@ -55,9 +53,6 @@ def reason(error: Exception) -> str:
     while (earlier := began.__cause__ or (began.__context__ if _is_the_tracers(began) else None)) is not None:
         began = earlier
     line = first_line(began)
-    if raised := re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line):
-        # The code of the model raised this error during the trace.
-        return raised[2]
     if "found dependency cycles" in line:
         return "its graph cannot be split into delegates that run one after the other"
     if _is_the_tracers(error):

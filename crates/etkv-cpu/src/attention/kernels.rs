@@ -213,7 +213,8 @@ impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
         unsafe {
             let mut at = 0;
             while at + S::COLS * S::WIDTH <= self.dim {
-                if S::COLS == 4 {
+                // With `const`, the compiler omits the other branch.
+                if const { S::COLS == 4 } {
                     self.block::<S, 4>(at, block, blocks);
                 } else {
                     self.block::<S, 2>(at, block, blocks);

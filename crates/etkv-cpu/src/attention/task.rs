@@ -277,7 +277,7 @@ unsafe fn attend_tile<S: Simd>(
     let n_rows = tile.n_rows;
     let rows = &scratch.rows[..n_rows];
     let own = (head - task.first_head) * job.plan.rows() * k_padded;
-    let queries = scratch.queries[own..].as_ptr();
+    let queries = scratch.queries[own..].as_mut_ptr();
     let scores = scratch.scores.as_mut_ptr();
     let unpacked = scratch.unpacked.as_mut_ptr();
     // The loop over keys prefetches their values. The loop over values prefetches the keys of the next head
@@ -304,9 +304,8 @@ unsafe fn attend_tile<S: Simd>(
             with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Dots {
                     decode,
-                    queries: std::array::from_fn::<_, R, _>(|r| {
-                        queries.add(rows[at + r] as usize * k_padded)
-                    }),
+                    queries: rows_at::<R>(queries, &rows[at..], k_padded)
+                        .map(<*mut f32>::cast_const),
                     keys,
                     dim: job.k.dim,
                     scores: scores.add(at * TILE),
@@ -323,9 +322,7 @@ unsafe fn attend_tile<S: Simd>(
             };
             by_rows!(n_rows, rows_of_dots::<S>(), |at, R| S::enter(Dots {
                 decode: super::decode::F32,
-                queries: std::array::from_fn::<_, R, _>(|r| {
-                    queries.add(rows[at + r] as usize * k_padded)
-                }),
+                queries: rows_at::<R>(queries, &rows[at..], k_padded).map(<*mut f32>::cast_const),
                 keys,
                 dim: k_padded,
                 scores: scores.add(at * TILE),
@@ -338,12 +335,10 @@ unsafe fn attend_tile<S: Simd>(
             S::enter(Transpose { from: unpacked, dim: k_padded, to: columns });
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
                 decode: super::decode::F32,
-                factors: std::array::from_fn::<_, R, _>(|r| {
-                    queries.add(rows[at + r] as usize * k_padded)
-                }),
+                factors: rows_at::<R>(queries, &rows[at..], k_padded).map(<*mut f32>::cast_const),
                 rows: in_order(columns, TILE, &scratch.in_order[..k_padded]),
                 dim: TILE,
-                out: std::array::from_fn(|r| scores.add((at + r) * TILE)),
+                out: scores_at(scores, at),
                 keep: [0.0; R],
                 next: after_keys.map(|next| next.share(at, at + R, n_rows)),
             }));
@@ -360,13 +355,11 @@ unsafe fn attend_tile<S: Simd>(
             with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Product {
                     decode,
-                    factors: std::array::from_fn::<_, R, _>(|r| {
-                        scores.add((at + r) * TILE).cast_const()
-                    }),
+                    factors: scores_at::<R>(scores, at).map(<*mut f32>::cast_const),
                     rows: stored,
                     dim: job.v.dim,
-                    out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
-                    keep: std::array::from_fn(|r| keep[at + r]),
+                    out: rows_at(values, &rows[at..], v_padded),
+                    keep: numbers_at(keep, at),
                     next: after_values.map(|next| next.share(at, at + R, n_rows)),
                 })
             }));
@@ -381,17 +374,40 @@ unsafe fn attend_tile<S: Simd>(
             };
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
                 decode: super::decode::F32,
-                factors: std::array::from_fn::<_, R, _>(|r| scores
-                    .add((at + r) * TILE)
-                    .cast_const()),
+                factors: scores_at::<R>(scores, at).map(<*mut f32>::cast_const),
                 rows: stored,
                 dim: v_padded,
-                out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
-                keep: std::array::from_fn(|r| keep[at + r]),
+                out: rows_at(values, &rows[at..], v_padded),
+                keep: numbers_at(keep, at),
                 next: after_values.map(|next| next.share(at, at + R, n_rows)),
             }));
         }
     }
+}
+
+/// Returns pointers to the rows of `dim` numbers that the first `R` numbers of `rows` select.
+///
+/// This and the two functions below do not depend on instructions and formats. A closure in [`attend_tile`]
+/// would be compiled for each of them.
+///
+/// # Safety
+/// The rows must exist.
+unsafe fn rows_at<const R: usize>(first: *mut f32, rows: &[u32], dim: usize) -> [*mut f32; R] {
+    // SAFETY: the caller upholds the contract.
+    std::array::from_fn(|r| unsafe { first.add(rows[r] as usize * dim) })
+}
+
+/// Returns pointers to the scores of `R` rows from row `at`.
+///
+/// # Safety
+/// The rows must exist.
+unsafe fn scores_at<const R: usize>(scores: *mut f32, at: usize) -> [*mut f32; R] {
+    // SAFETY: the caller upholds the contract.
+    std::array::from_fn(|r| unsafe { scores.add((at + r) * TILE) })
+}
+
+fn numbers_at<const R: usize>(numbers: &[f32], at: usize) -> [f32; R] {
+    std::array::from_fn(|r| numbers[at + r])
 }
 
 /// Returns rows of float32 numbers in scratch memory, `dim` numbers each.
