@@ -308,7 +308,7 @@ void undone_steps() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  Tap::open();
+  open_tap();
   const Change windows = [](etkv::CacheConfig& config) {
     for (auto& layer : config.layers) {
       layer.window = 5;

@@ -9,9 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include <executorch/extension/data_loader/buffer_data_loader.h>
-#include <executorch/runtime/backend/interface.h>
-
 #include "fixture.hpp"
 
 namespace etkv::tests {
@@ -21,69 +18,10 @@ using Tamper = std::function<void(std::vector<EValue*>&)>;
 
 /// A tamper: the delegate gets a number in place of the tensor for the logits,
 /// so the step fails after its rows were written.
-inline void no_output(std::vector<EValue*>& arguments) {
-  static EValue nothing(int64_t{1});
-  arguments.back() = &nothing;
-}
+void no_output(std::vector<EValue*>& arguments);
 
-class Tap final : public ::executorch::runtime::BackendInterface {
- public:
-  /// This id replaces kMLXBackend in a program, and has the same length.
-  static constexpr char kName[] = "TapBackend";
-
-  static Tap& get() {
-    static Tap tap;
-    return tap;
-  }
-
-  /// Registers the tap once, before the first program.
-  static void open() {
-    REQUIRE(
-        ::executorch::runtime::register_backend({kName, &get()}) ==
-        ::executorch::runtime::Error::Ok);
-  }
-
-  /// Sets a change of arguments for the next execution only.
-  void tamper_once(Tamper tamper) {
-    tamper_ = std::move(tamper);
-  }
-
-  bool is_available() const override {
-    return behind().is_available();
-  }
-
-  ::executorch::runtime::Result<::executorch::runtime::DelegateHandle*> init(
-      ::executorch::runtime::BackendInitContext& context,
-      ::executorch::runtime::FreeableBuffer* processed,
-      ::executorch::runtime::ArrayRef<::executorch::runtime::CompileSpec> specs)
-      const override {
-    return behind().init(context, processed, specs);
-  }
-
-  ::executorch::runtime::Error execute(
-      ::executorch::runtime::BackendExecutionContext& context,
-      ::executorch::runtime::DelegateHandle* handle,
-      ::executorch::runtime::Span<EValue*> arguments) const override {
-    std::vector<EValue*> copy(arguments.begin(), arguments.end());
-    if (const Tamper tamper = std::exchange(tamper_, nullptr)) {
-      tamper(copy);
-    }
-    return behind().execute(context, handle, {copy.data(), copy.size()});
-  }
-
-  void destroy(::executorch::runtime::DelegateHandle* handle) const override {
-    behind().destroy(handle);
-  }
-
- private:
-  static const BackendInterface& behind() {
-    const auto* backend = ::executorch::runtime::get_backend_class(kMLXBackend);
-    REQUIRE(backend != nullptr);
-    return *backend;
-  }
-
-  mutable Tamper tamper_;
-};
+/// Registers the tap once, before the first program.
+void open_tap();
 
 /// A program whose delegate is called through the tap, with its cache.
 class Tapped {
@@ -91,45 +29,13 @@ class Tapped {
   explicit Tapped(
       int32_t capacity = 64,
       const Change& change = nullptr,
-      const std::string& kind = Cache::kKind)
-      : program_(read_and_redirect("tiny-llama-f32")),
-        module_(
-            std::make_unique<::executorch::extension::BufferDataLoader>(
-                program_.data(),
-                program_.size())) {
-    auto config =
-        make_config(must(read_kv_cache_metadata(module_)), capacity, "f32", 4);
-    if (change) {
-      change(config);
-    }
-    session_ = std::make_unique<Session>(
-        must(Session::make(kMLXBackend, kind, config)));
+      const std::string& kind = Cache::kKind);
+  ~Tapped();
 
-    ::executorch::runtime::BackendOptions<1> options;
-    REQUIRE(
-        options.set_option("cache_key", session_->key()) ==
-        ::executorch::runtime::Error::Ok);
-    ::executorch::runtime::LoadBackendOptionsMap map;
-    REQUIRE(
-        map.set_options(Tap::kName, options.view()) ==
-        ::executorch::runtime::Error::Ok);
-    REQUIRE(
-        module_.load_method("forward", nullptr, nullptr, &map) ==
-        ::executorch::runtime::Error::Ok);
-  }
+  Result<Rows> step(Ids ids, int64_t position, Tamper tamper = nullptr);
+  Result<Rows> step(Ids ids, Ids positions, Tamper tamper);
 
-  Result<Rows> step(Ids ids, int64_t position, Tamper tamper = nullptr) {
-    const auto n = static_cast<int64_t>(ids.size());
-    return step(std::move(ids), run(position, n), std::move(tamper));
-  }
-  Result<Rows> step(Ids ids, Ids positions, Tamper tamper) {
-    Tap::get().tamper_once(std::move(tamper));
-    return run_step(module_, std::move(ids), std::move(positions));
-  }
-
-  Rows at(int64_t position, const Ids& ids) {
-    return must(step(ids, position));
-  }
+  Rows at(int64_t position, const Ids& ids);
   Cache& cache() {
     return session_->cache();
   }
@@ -138,14 +44,6 @@ class Tapped {
   }
 
  private:
-  static std::string read_and_redirect(const std::string& name) {
-    std::string bytes = contents(program_path(name));
-    static_assert(sizeof(kMLXBackend) == sizeof(Tap::kName));
-    const size_t at = bytes.find(kMLXBackend);
-    REQUIRE(at != std::string::npos);
-    return bytes.replace(at, sizeof(Tap::kName) - 1, Tap::kName);
-  }
-
   std::string program_;
   Module module_;
   std::unique_ptr<Session> session_;

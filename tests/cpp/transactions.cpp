@@ -24,24 +24,30 @@ struct Fault {
   Tamper tamper;
 };
 
-// Arguments of `forward`.
-constexpr size_t kIds = 0;
-constexpr size_t kPositions = 1;
-constexpr size_t kLogits = 2;
+// The delegate's arguments, by their number of axes. The exporter may choose
+// any order of inputs.
+constexpr ssize_t kPositions = 1;
+constexpr ssize_t kIds = 2;
+constexpr ssize_t kLogits = 3;
 constexpr size_t kArguments = 3;
 
 /// Returns a tamper that replaces an argument by `value`, and keeps it alive.
-Tamper replace(size_t index, EValue value, TensorPtr keep = nullptr) {
+Tamper replace(ssize_t axes, EValue value, TensorPtr keep = nullptr) {
   auto held = std::make_shared<EValue>(std::move(value));
   return [=](std::vector<EValue*>& arguments) {
     (void)keep;
     REQUIRE(arguments.size() == kArguments);
-    arguments[index] = held.get();
+    const auto found = std::find_if(
+        arguments.begin(), arguments.end(), [axes](const EValue* argument) {
+          return argument->toTensor().dim() == axes;
+        });
+    REQUIRE(found != arguments.end());
+    *found = held.get();
   };
 }
 
-Tamper replace(size_t index, const TensorPtr& tensor) {
-  return replace(index, EValue(*tensor), tensor);
+Tamper replace(ssize_t axes, const TensorPtr& tensor) {
+  return replace(axes, EValue(*tensor), tensor);
 }
 
 int64_t integers[kMaxTokens + 1];
@@ -310,7 +316,7 @@ void at_the_capacity() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  Tap::open();
+  open_tap();
   outputs_that_take_nothing();
   arguments_that_cannot_be();
   one_fault_after_the_other();

@@ -197,7 +197,7 @@ void undone_steps() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  Tap::open();
+  open_tap();
   const Change windows = [](etkv::CacheConfig& config) {
     config.layers[1].window = 4;
     config.layers[1].sinks = 1;

@@ -57,12 +57,14 @@ impl Rows {
                 };
             }
         }
-        let tokens = rows.ids.clone();
         let n_uses = graph.main.n_uses();
         let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
         for instruction in &graph.main.instructions {
             match (&instruction.op, instruction.out) {
-                (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if tokens.contains(x) => {
+                (&Op::SymSize { x, dim }, Out::Int(value))
+                    if rows.has_tokens_at(x, dim)
+                        || (positions.contains(&x) && matches!(dim, 0 | -1)) =>
+                {
                     rows.counts.insert(value);
                     rows.count.get_or_insert(value);
                 }
@@ -107,6 +109,12 @@ impl Rows {
             }
         }
         rows
+    }
+
+    /// Returns whether an axis of a value is that of the tokens.
+    fn has_tokens_at(&self, x: Value, axis: i32) -> bool {
+        let rank = if self.ids.contains(&x) { Some(2) } else { self.by_row.get(&x).copied() };
+        rank.is_some_and(|rank| axis == 1 || axis == 1 - rank as i32)
     }
 
     /// Returns whether an instruction is attention of the step's tokens: the op with the cache, or MLX's function

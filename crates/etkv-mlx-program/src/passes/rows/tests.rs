@@ -7,8 +7,8 @@ use super::super::fixture::{binary, expand, unary, T};
 use super::super::last_token::narrow;
 use super::super::last_token::tests::{assert_refused, embed, graph, product, WEIGHT};
 use crate::ir::{
-    Binary, Dim, Fill, Function, Index, Int, Op, RecurrentCall, RecurrentFunction, Reduction,
-    Unary, Value,
+    Binary, Dim, Fill, Function, Index, Instruction, Int, IntValue, Op, Out, RecurrentCall,
+    RecurrentFunction, Reduction, Unary, Value,
 };
 use etkv::recurrent::Activation;
 use etkv_core::RecurrentLayer;
@@ -71,6 +71,43 @@ fn embeddings_of_positions_are_rows() {
     let made = ops(&graph);
     assert_eq!(made[6], Op::LastToken { x: Value(2) });
     assert_eq!(made[7], Op::LastToken { x: Value(6) });
+}
+
+/// Exporters take the number of tokens from the input that they read first.
+#[test]
+fn tokens_are_counted_by_any_value_with_a_row_for_each() {
+    // 2: embedding, 3: positions [1, T], 4: rows by the count, 5: logits.
+    let counted = IntValue(7);
+    let program = |x, dim| {
+        let shape = vec![Int::Literal(1), Int::Value(counted), Int::Literal(8)];
+        let rows = Op::Reshape { x: Value(2), shape };
+        let mut graph = graph(vec![embed(), expand(8, 0), rows, product(4)]);
+        graph.inputs.push(input(8, &[Dim::UpTo(None)], 4));
+        let size = Instruction { op: Op::SymSize { x, dim }, out: Out::Int(counted) };
+        graph.main.instructions.insert(3, size);
+        graph
+    };
+    let (positions, embedding, expanded) = (Value(8), Value(2), Value(3));
+    for (x, dim) in [
+        (positions, 0),
+        (positions, -1),
+        (expanded, 1),
+        (expanded, -1),
+        (embedding, 1),
+        (embedding, -2),
+    ] {
+        let mut narrowed = program(x, dim);
+        narrow(&mut narrowed, true).unwrap();
+        let reshaped = ops(&narrowed).into_iter().find_map(|op| match op {
+            Op::Reshape { shape, .. } => Some(shape[1]),
+            _ => None,
+        });
+        assert_eq!(reshaped, Some(Int::Literal(1)), "axis {dim} of {x:?}");
+    }
+    // Features, and the axis of the sequence.
+    for (x, dim) in [(embedding, 2), (embedding, -1), (expanded, 0), (expanded, -2)] {
+        assert_refused(program(x, dim));
+    }
 }
 
 #[test]
