@@ -23,9 +23,7 @@ LogitsView view(const std::vector<float>& rows) {
       kLetters};
 }
 
-examples::Model open(
-    const std::string& name,
-    std::optional<int64_t> capacity) {
+examples::Model open(const std::string& name, std::optional<int64_t> capacity) {
   examples::ModelOptions options;
   options.capacity = capacity;
   options.model = program_path(name);
@@ -79,8 +77,8 @@ Speculation::Speculation(
           &speculator) {}
 
 examples::Answer Speculation::answer(const Ids& prompt, size_t n) {
-  return must(generator.answer(
-      prompt, static_cast<int64_t>(n), examples::Listener()));
+  return must(
+      generator.answer(prompt, static_cast<int64_t>(n), examples::Listener()));
 }
 
 Ids prompt() {

@@ -81,10 +81,7 @@ void open_tap() {
       ::executorch::runtime::Error::Ok);
 }
 
-Tapped::Tapped(
-    int32_t capacity,
-    const Change& change,
-    const std::string& kind)
+Tapped::Tapped(int32_t capacity, const Change& change, const std::string& kind)
     : program_(read_and_redirect("tiny-llama-f32")),
       module_(
           std::make_unique<::executorch::extension::BufferDataLoader>(
@@ -95,8 +92,8 @@ Tapped::Tapped(
   if (change) {
     change(config);
   }
-  session_ = std::make_unique<Session>(
-      must(Session::make(kMLXBackend, kind, config)));
+  session_ =
+      std::make_unique<Session>(must(Session::make(kMLXBackend, kind, config)));
 
   ::executorch::runtime::BackendOptions<1> options;
   REQUIRE(
