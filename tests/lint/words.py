@@ -51,26 +51,32 @@ PHRASES = {
 """Patterns of phrases that slow a reader down, and the phrases in use."""
 
 
+def git(command: str, *arguments: str) -> list[str]:
+    """Returns the files that a command of Git prints."""
+    done = subprocess.run(["git", command, "-z", *arguments], capture_output=True, text=True)
+    # `git grep` ends with 1 if no file has such a line.
+    if done.returncode > 1 or done.stderr:
+        sys.exit(f"git {command}: {done.stderr.strip() or done.returncode}")
+    return [name for name in done.stdout.split("\0") if name]
+
+
 def main() -> int:
     """Prints the file and line of each retired word and phrase. Returns 1 if there is one, or 0."""
-    patterns = [(re.compile(pattern, re.MULTILINE), word) for pattern, word in (RETIRED | PHRASES).items()]
-    names = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout.split("\0")
+    patterns = {pattern: (re.compile(pattern), word) for pattern, word in (RETIRED | PHRASES).items()}
+    names = [name for name in git("ls-files") if name not in EXEMPT]
+    texts = {name: name for name in names if any(pattern.search(name) for pattern, _ in patterns.values())}
+    # Git finds the files with such lines in a fortieth of the time.
+    for name in git("grep", "-PIl", *(word for pattern in patterns for word in ("-e", pattern))):
+        if name not in EXEMPT:
+            texts[name] = f"{name}\n{Path(name).read_text(encoding='utf-8')}"
     found = 0
-    for name in names:
-        path = Path(name)
-        if not name or name in EXEMPT or not path.is_file():
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        # The file's name is line 0. Most patterns are nowhere in a file, so the whole file is searched first.
-        text = f"{name}\n{text}"
-        for pattern, word in patterns:
-            if name.startswith(OWN_MEANING.get(pattern.pattern, "//")) or not pattern.search(text):
+    for name, text in texts.items():
+        for pattern, (compiled, word) in patterns.items():
+            if name.startswith(OWN_MEANING.get(pattern, "//")):
                 continue
+            # The file's name is line 0.
             for number, line in enumerate(text.splitlines()):
-                for match in pattern.finditer(line):
+                for match in compiled.finditer(line):
                     print(f"{name}:{number}: `{match[0]}` is not used; say: {word}")
                     found += 1
     if found:
